@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
-# ruff: noqa: UP007, UP045  (OmegaConf reads Optional[...] from the annotations)
+# ruff: noqa: UP045  (OmegaConf reads Optional[...] from the annotations)
 
 
 def one_of(*choices: str, default: Any = MISSING) -> Any:
