@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import islice
 
 from gpt3d.pipeline.schedule import Action, Kind, global_stage, receives_from, sends_to
 
@@ -36,12 +36,8 @@ class Report:
     in_flight_input: list[int]  # forwards whose input gradient is still to come; equal to the former unless split
 
 
-class Channel(NamedTuple):
-    """A first-in-first-out connection from rank to rank, for activations (forward) or for gradients."""
-
-    source: int
-    destination: int
-    forward: bool
+# A first-in-first-out connection: source rank, destination rank, True for activations (forward) or False for gradients.
+Channel = tuple[int, int, bool]
 
 
 def check(schedules: Schedules, stages: int, chunks: int, microbatches: int | None = None) -> Report:
@@ -97,18 +93,16 @@ def execution_order(schedules: Schedules, chunks: int) -> Iterator[tuple[int, Ac
     stages = len(schedules)
     sent: defaultdict[Channel, deque[tuple[int, int]]] = defaultdict(deque)  # (microbatch, global stage it is for)
     position = [0] * stages
-    runnable = deque(range(stages))
     waiting: dict[Channel, int] = {}
+    runnable = deque(range(stages))
     while runnable:
         rank = runnable.popleft()
-        actions = schedules[rank]
-        while position[rank] < len(actions):
-            action = actions[position[rank]]
+        for action in islice(schedules[rank], position[rank], None):
             forward = action.kind is Kind.FORWARD
             stage = global_stage(rank, action.chunk, stages)
             source = receives_from(action, rank, stages, chunks)
             if source is not None:
-                channel = Channel(source, rank, forward)
+                channel = (source, rank, forward)
                 if not sent[channel]:
                     waiting[channel] = rank
                     break
@@ -120,11 +114,11 @@ def execution_order(schedules: Schedules, chunks: int) -> Iterator[tuple[int, Ac
             position[rank] += 1
             destination = sends_to(action, rank, stages, chunks)
             if destination is not None:
-                channel = Channel(rank, destination, forward)
-                sent[channel].append((action.microbatch, stage + (1 if forward else -1)))
+                channel = (rank, destination, forward)
+                sent[channel].append((action.microbatch, stage + 1 if forward else stage - 1))
                 if channel in waiting:
                     runnable.append(waiting.pop(channel))
-    for channel, rank in waiting.items():
-        stuck = [(c.source, c.destination, schedules[c.destination][position[c.destination]]) for c in waiting]
-        why = "; ".join(f"rank {r} waits at {action} for rank {source}" for source, r, action in stuck)
-        raise ScheduleError(rank, schedules[rank][position[rank]], f"deadlock: {why}")
+    if waiting:
+        stuck = [(source, rank, schedules[rank][position[rank]]) for source, rank, _ in waiting]
+        why = "; ".join(f"rank {rank} waits at {action} for rank {source}" for source, rank, action in stuck)
+        raise ScheduleError(stuck[0][1], stuck[0][2], f"deadlock: {why}")
