@@ -133,13 +133,10 @@ def create_layout(
         )
 
     def mine(partition: list[tuple[int, ...]]) -> Group:
-        """Create every group of the partition (new_group is collective) and return the one that holds this rank."""
-        own = Group((rank,), 0)
-        for ranks in partition:
-            handle = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-            if rank in ranks:
-                own = Group(ranks, ranks.index(rank), handle)
-        return own
+        """The group of the partition that holds this rank; only its members create it, so start-up stays short."""
+        ranks = next(ranks for ranks in partition if rank in ranks)
+        handle = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
+        return Group(ranks, ranks.index(rank), handle)
 
     kv_copies = max(1, sizes.tp // num_kv_heads) if num_kv_heads else 1
     tp_groups, pp_groups = sizes.groups("tp"), sizes.groups("pp")
