@@ -32,6 +32,8 @@ class StepResult:
 class Engine(Protocol):
     """The contract between the trainer, the pipeline executor and a ZeRO implementation."""
 
+    module: nn.Module
+
     @property
     def loss_scale(self) -> float:
         """Factor that the loss must carry into backward (fp16); 1 otherwise."""

@@ -1,0 +1,92 @@
+"""The part of training that knows about layouts: model, ZeRO engine and pipeline as one thing that takes steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt3d.config.schema import RunConfig
+from gpt3d.model.build import build_chunks
+from gpt3d.parallel.collectives import all_reduce
+from gpt3d.parallel.layout import Layout
+from gpt3d.parallel.random import derive
+from gpt3d.pipeline.executor import Executor, Microbatch
+from gpt3d.pipeline.transport import connect
+from gpt3d.zero.engine import DTYPES, new_engine
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a batch on the host: tokens and labels [b, s] (labels < 0 are ignored).
+
+    `index` is the number of the first row in the whole run; it names the rows for dropout.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    index: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step. `loss_sum` [nats] is this rank's share: `Learner.total` adds the shares up; `tokens` is the global count."""
+
+    loss_sum: Tensor
+    tokens: int
+    grad_norm: float
+    skipped: bool
+
+
+class Learner:
+    """Trains the model of `config` on this rank of `layout`; every rank calls the same methods in the same order."""
+
+    def __init__(self, config: RunConfig, layout: Layout) -> None:
+        self.layout, self.seed = layout, config.seed
+        self.engine = new_engine(config, layout, build_chunks(config, layout))
+        sequence = config.data.seq_len // (layout.tp.size if layout.sequence_parallel else 1)
+        shape = (sequence, config.trainer.micro_batch_size, config.model.hidden_size)
+        chunks = config.pipeline.chunks
+        transport = connect(layout, shape, DTYPES[config.precision.dtype], ring=chunks > 1)
+        self.executor = Executor(layout, self.engine, transport, config.pipeline.schedule, chunks)
+
+    def step(self, rows: Sequence[Rows], lr: float) -> Outcome:
+        """One optimizer step on this replica's microbatches.
+
+        The loss is the sum over the valid targets of the global batch divided by their count. DP averages gradients, so
+        each replica scales by DP / count. A batch without any valid target is skipped by all ranks alike.
+        """
+        tokens = self.count_targets(rows)
+        if tokens == 0:
+            return Outcome(torch.zeros((), device=self.layout.device), 0, 0.0, True)
+        loss_sum = self.executor.train(self._to_device(rows), self.layout.dp.size / tokens)
+        result = self.engine.step(lr)
+        return Outcome(loss_sum, tokens, result.grad_norm, result.skipped)
+
+    def evaluate(self, rows: Sequence[Rows]) -> tuple[float, int]:
+        """Summed loss [nats] and number of targets over all replicas; each may bring another number of rows."""
+        module = self.engine.module
+        module.eval()
+        loss = self.total(self.executor.evaluate(self._to_device(rows)))
+        module.train()
+        return loss, self.count_targets(rows)
+
+    def total(self, loss_sum: Tensor) -> float:
+        """Add the shares of all replicas; TP ranks of the last stage hold equal ones, the other stages zero. Collective."""
+        return float(all_reduce(loss_sum, self.layout.world)) / self.layout.tp.size
+
+    def count_targets(self, rows: Sequence[Rows]) -> int:
+        """Valid targets in the rows of all replicas. Collective over DP."""
+        own = sum(int((r.labels >= 0).sum()) for r in rows)
+        return int(all_reduce(torch.tensor(own, device=self.layout.device), self.layout.dp))
+
+    def _to_device(self, rows: Sequence[Rows]) -> list[Microbatch]:
+        device = self.layout.device
+        return [
+            Microbatch(
+                r.tokens.to(device, non_blocking=True), r.labels.to(device, non_blocking=True), derive(self.seed, r.index)
+            )
+            for r in rows
+        ]
