@@ -28,8 +28,8 @@ class Microbatch:
 class Executor:
     """One rank's part of the pipeline.
 
-    At most the microbatches in flight are held: of each only the stage's input and the edge of its output in the autograd
-    graph, since the output's own storage is not needed once it is sent.
+    At most the microbatches in flight are held: of each only the stage's input and the edge of its output in the
+    autograd graph, since the output's own storage is not needed once it is sent.
     """
 
     def __init__(self, layout: Layout, engine: Engine, transport: Transport, kind: str, chunks: int) -> None:
@@ -103,5 +103,3 @@ class Executor:
         channel = self.transport.receive_activation if forward else self.transport.receive_gradient
         assert channel is not None
         return channel.receive(self.transport.shape, self.transport.dtype)
-
-
