@@ -90,7 +90,7 @@ class DeepSpeedEngine:
             for m in getattr(self, "modules", ()):
                 m.ds_grads_remaining = 1  # private: F F B B would leave it negative and keep parameters gathered
         self.engine._manual_backward_expected = True  # private: the caller has applied loss_scale itself
-        torch.autograd.backward([output], [grad])
+        torch.autograd.backward(output, grad)
 
     def step(self, lr: float) -> StepResult:
         self._sum_tied_gradients()
