@@ -189,7 +189,7 @@ def _finish(store: Any, world: World, outcome: Outcome) -> None:
 
 
 def _leave_with_failed_peer(world: World) -> None:
-    """Thread: end this rank soon after another has failed. Not every launcher does (srun without --kill-on-bad-exit)."""
+    """Thread: end this rank soon after another has failed; srun without --kill-on-bad-exit, say, would not."""
     from torch.distributed import TCPStore
 
     try:
