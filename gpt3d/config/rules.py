@@ -234,7 +234,12 @@ def memory(config: RunConfig, world: World) -> Iterator[Problem]:
         total = run_memory(config, dp) / max(1, local_nodes) / GB
         if total > world.host_memory_gb:
             why = f"the ranks on this machine need about {total:,.0f} GB and it has {world.host_memory_gb:,.0f} GB. "
-            yield Problem("model", None, why + describe_need(config, dp), "a smaller model, or GPUs: see cluster=")
+            yield Problem(
+                "model",
+                None,
+                why + describe_need(config, dp),
+                "a smaller model; for GPUs, start it on them (cluster=..., precision=bf16)",
+            )
 
 
 def batch(config: RunConfig, world: World) -> Iterator[Problem]:
