@@ -22,10 +22,10 @@ SLOW_IMPORTS = (
 def prepare_deepspeed(device: str) -> None:
     """Import DeepSpeed for "cpu" or "cuda". Call it before anything else imports DeepSpeed."""
     os.environ["DS_ACCELERATOR"] = device  # DeepSpeed's own detection looks for every vendor's tools and logs about it
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     import deepspeed.ops
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # its import sets the level anew
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its import sets the level anew
     if device == "cpu":
         # Else the first process group compiles a C++ extension for minutes, and a killed build leaves a lock on which
         # every later run waits for ever.
