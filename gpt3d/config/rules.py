@@ -212,7 +212,7 @@ def machine(config: RunConfig, world: World) -> Iterator[Problem]:
     if per_node is None and device_of(config.cluster, world) == "cuda" and world.ranks is None:
         per_node = world.gpus
     crosses = per_node is not None and total_ranks(config, world) > per_node and per_node % parallel.tp != 0
-    if crosses and not parallel.allow_cross_node_tp:
+    if crosses and not parallel.allow_cross_node_tp and not _too_few(config, world):
         why = f"a node has {per_node} ranks, so tp groups would span nodes and every layer would wait for the network"
         legal = [tp for tp in legal_tp(config.model) if per_node and per_node % tp == 0]
         yield Problem("parallel.tp", parallel.tp, why, f"one of {legal}, or parallel.allow_cross_node_tp=true")
