@@ -9,15 +9,32 @@ from typing import Any
 
 import pytest
 
-from gpt3d.config.load import compose
+from gpt3d.config.load import compose, conf_dir
+from gpt3d.config.overrides import group_options
 from gpt3d.config.schema import RunConfig
 
 Make = Callable[..., RunConfig]
+Options = dict[str, RunConfig]
 
 
 @pytest.fixture(scope="session")
 def composed() -> RunConfig:
     return compose(["parallel=single"])
+
+
+@pytest.fixture(scope="session")
+def options() -> dict[str, RunConfig]:
+    """Every option of every group, "model=70b" -> a configuration with it: the i-th options of all groups are composed
+    together, from the first again where a group has fewer. `experiment` and `debug` change other groups: left out."""
+    groups = {
+        group: names for group, names in group_options([conf_dir()]).items() if group not in ("experiment", "debug")
+    }
+    found = {}
+    for i in range(max(map(len, groups.values()))):
+        chosen = [f"{group}={names[i % len(names)]}" for group, names in groups.items()]
+        config = compose(chosen)
+        found.update(dict.fromkeys(chosen, config))
+    return found
 
 
 @pytest.fixture

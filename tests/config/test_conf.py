@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from conftest import Options
 
 from gpt3d.config.arithmetic import World
 from gpt3d.config.load import compose, conf_dir
@@ -13,15 +14,12 @@ from gpt3d.config.rules import check, limits
 from gpt3d.config.schema import RunConfig, leaves
 from gpt3d.model.flops import parameter_count
 
-OPTIONS = group_options([conf_dir()])
-ROUNDS = range(max(map(len, OPTIONS.values())))
 
-
-@pytest.mark.parametrize("i", ROUNDS)
-def test_every_option_composes_within_its_limits(i: int) -> None:
-    """The i-th option of every group together, from the first again where a group has fewer."""
-    config = compose([f"{group}={names[i % len(names)]}" for group, names in OPTIONS.items()])
-    assert list(limits(config)) == []
+def test_every_option_composes_within_its_limits(options: Options) -> None:
+    groups = {name.partition("=")[0] for name in options}
+    assert groups | {"experiment", "debug"} == set(group_options([conf_dir()]))
+    for option, config in options.items():
+        assert list(limits(config)) == [], option
 
 
 def test_default_run() -> None:
@@ -69,30 +67,29 @@ def test_every_key_is_explained() -> None:
         ("405b", 405_853_388_800),
     ],
 )
-def test_parameter_counts(model: str, count: int) -> None:
-    assert parameter_count(compose([f"model={model}"]).model) == count
+def test_parameter_counts(options: Options, model: str, count: int) -> None:
+    assert parameter_count(options[f"model={model}"].model) == count
 
 
 @pytest.mark.parametrize(
     ("model", "billions"), [("350m", 0.35), ("760m", 0.76), ("1.3b", 1.3), ("2.7b", 2.7), ("6.7b", 6.7), ("13b", 13)]
 )
-def test_gpt3_sizes_are_what_their_names_say(model: str, billions: float) -> None:
-    shape = compose([f"model={model}"]).model
+def test_gpt3_sizes_are_what_their_names_say(options: Options, model: str, billions: float) -> None:
+    shape = options[f"model={model}"].model
     assert parameter_count(shape) / 1e9 == pytest.approx(billions, rel=0.03)
     assert shape.num_heads * shape.head_dim == shape.hidden_size
     assert shape.ffn_hidden_size == 4 * shape.hidden_size
 
 
-def test_zero_3_offload_is_the_classic_deepspeed_json() -> None:
-    zero = compose(["zero=3_offload"]).zero
+def test_zero_3_offload_is_the_classic_deepspeed_json(options: Options) -> None:
+    zero = options["zero=3_offload"].zero
     assert (zero.stage, zero.offload_optimizer, zero.offload_param) == (3, "cpu", "cpu")
     assert zero.pin_memory and zero.overlap_comm and zero.contiguous_gradients
     assert zero.reduce_bucket_size == zero.allgather_bucket_size == zero.prefetch_bucket_size == 500_000_000
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero_by_number(stage: int) -> None:
-    assert compose([f"zero={stage}"]).zero.stage == stage
+def test_zero_by_number(options: Options) -> None:
+    assert [options[f"zero={stage}"].zero.stage for stage in range(4)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +98,12 @@ def test_zero_by_number(stage: int) -> None:
 )
 def test_experiments_pass_the_rules(experiment: str, world: World) -> None:
     assert check(compose([f"experiment={experiment}"]), world) == []
+
+
+def test_debug_presets() -> None:
+    smoke, kill = compose(["debug=smoke"]), compose(["debug=kill_rank"])
+    assert (smoke.trainer.steps, smoke.debug.fault) == (5, "none")
+    assert (kill.trainer.steps, kill.debug.fault, kill.debug.fault_rank) == (300, "kill", 1)
 
 
 def test_large_models_compose_with_their_layouts() -> None:

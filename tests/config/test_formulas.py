@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Make
+from conftest import Make, Options
 
 from gpt3d.config.load import compose
 from gpt3d.config.schema import ModelConfig
@@ -75,8 +75,8 @@ class TestLog02:
         assert peak_tflops("NVIDIA H200", "bf16", 100.0) == 100.0
 
     @pytest.mark.parametrize("cluster", ["a100_40gb", "a100", "h100", "h200", "b200"])
-    def test_clusters_agree_with_the_table(self, cluster: str) -> None:
-        node = compose([f"cluster={cluster}"]).cluster
+    def test_clusters_agree_with_the_table(self, options: Options, cluster: str) -> None:
+        node = options[f"cluster={cluster}"].cluster
         assert node.gpu is not None
         gpu = lookup(node.gpu)
         assert gpu is not None and (gpu.bf16_tflops, gpu.memory_gb) == (node.peak_tflops, node.gpu_memory_gb)
@@ -101,8 +101,8 @@ class TestParameters:
         tied_copy = config.model.padded_vocab_size * config.model.hidden_size
         assert sum(stage_parameters(config, i) for i in range(4)) == parameter_count(config.model, True) + tied_copy
 
-    def test_padding_is_counted_apart(self) -> None:
-        model = compose(["model=125m"]).model
+    def test_padding_is_counted_apart(self, options: Options) -> None:
+        model = options["model=125m"].model
         assert parameter_count(model, padded=True) - parameter_count(model) == (50304 - 50257) * 768
 
 

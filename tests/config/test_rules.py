@@ -254,7 +254,7 @@ class TestMemory:
     def test_host_memory_short(self, make: Make) -> None:
         config = make({"model.num_layers": 8000})
         problem = only(check(config, World(gpus=0, device="cpu", host_memory_gb=16)))
-        assert "it has 16 GB" in problem.why and "wants 1 GPUs of at least" in problem.why
+        assert "it has 16.0 GB" in problem.why and "wants 1 GPU of at least" in problem.why
 
     def test_model_state_larger_than_the_gpu(self, make: Make) -> None:
         changes = {"model.num_layers": 80_000, "cluster.gpu_memory_gb": 80.0, "cluster.device": "cuda"}
