@@ -1,0 +1,38 @@
+"""Everything that must happen before a rank touches DeepSpeed, and the slow imports that ranks share."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+
+# What a rank would otherwise import late: the first optimizer imports torch._dynamo, DeepSpeed's check of the optimizer
+# imports its Muon module, whose @torch.compile imports inductor. Together several CPU seconds a rank.
+SLOW_IMPORTS = (
+    "torch.distributed.device_mesh",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+)
+
+
+def prepare_deepspeed(device: str) -> None:
+    """Import DeepSpeed for "cpu" or "cuda". Call it before anything else imports DeepSpeed."""
+    os.environ["DS_ACCELERATOR"] = device  # DeepSpeed's own detection looks for every vendor's tools and logs about it
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # its import sets the level anew
+    if device == "cpu":
+        # Else the first process group compiles a C++ extension for minutes, and a killed build leaves a lock on which
+        # every later run waits for ever.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def import_all() -> None:
+    """Import what ranks need, so that a process forked from this one starts in milliseconds."""
+    for name in SLOW_IMPORTS:
+        importlib.import_module(name)

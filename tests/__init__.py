@@ -1,0 +1,1 @@
+"""Tests; they mirror gpt3d/."""

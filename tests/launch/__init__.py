@@ -1,0 +1,1 @@
+"""Tests of gpt3d.launch."""
