@@ -1,0 +1,121 @@
+"""The part of training that knows about layouts: model, ZeRO engine and pipeline as one thing that takes steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpt3d.config.schema import RunConfig
+from gpt3d.model.build import build_chunks
+from gpt3d.parallel.collectives import all_gather_last, all_reduce
+from gpt3d.parallel.layout import Layout
+from gpt3d.parallel.random import derive
+from gpt3d.pipeline.executor import Executor, Microbatch
+from gpt3d.pipeline.transport import connect
+from gpt3d.zero.engine import DTYPES, new_engine
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a batch on the host: tokens and labels [b, s] (labels < 0 are ignored).
+
+    `index` is the number of the first row in the whole run; it names the rows for dropout.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    index: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step. `loss_sum` [nats] is this rank's share, `Learner.total` adds them up; `tokens` is the global count."""
+
+    loss_sum: Tensor
+    tokens: int
+    grad_norm: float
+    skipped: bool
+
+
+class Learner:
+    """Trains the model of `config` on this rank of `layout`; every rank calls the same methods in the same order."""
+
+    def __init__(self, config: RunConfig, layout: Layout) -> None:
+        self.layout, self.seed = layout, config.seed
+        self.engine = new_engine(config, layout, build_chunks(config, layout))
+        self.seq_len, self.micro_batch_size = config.data.seq_len, config.trainer.micro_batch_size
+        self.padded_vocab_size = config.model.padded_vocab_size
+        sequence = self.seq_len // (layout.tp.size if layout.sequence_parallel else 1)
+        shape = (sequence, self.micro_batch_size, config.model.hidden_size)
+        chunks = config.pipeline.chunks
+        transport = connect(layout, shape, DTYPES[config.precision.dtype], ring=chunks > 1)
+        self.executor = Executor(layout, self.engine, transport, config.pipeline.schedule, chunks)
+
+    def step(self, rows: Sequence[Rows], lr: float) -> Outcome:
+        """One optimizer step on this replica's microbatches.
+
+        The loss is the sum over the valid targets of the global batch divided by their count. DP averages gradients, so
+        each replica scales by DP / count. A batch without any valid target is skipped by all ranks alike.
+        """
+        tokens = self.count_targets(rows)
+        if tokens == 0:
+            return Outcome(torch.zeros((), device=self.layout.device), 0, 0.0, True)
+        loss_sum = self.executor.train(self._to_device(rows), self.layout.dp.size / tokens)
+        result = self.engine.step(lr)
+        return Outcome(loss_sum, tokens, result.grad_norm, result.skipped)
+
+    def evaluate(self, rows: Sequence[Rows]) -> tuple[float, int]:
+        """Summed loss [nats] and number of targets over all replicas; each may bring another number of rows.
+
+        All replicas run as many forwards as the longest (ZeRO-3 gathers parameters together), on ignored rows.
+        """
+        most = int(all_reduce(torch.tensor(len(rows), device=self.layout.device), self.layout.dp, dist.ReduceOp.MAX))
+        padded = [*rows, *[self._ignored_rows()] * (most - len(rows))]
+        module = self.engine.module
+        module.eval()
+        loss = self.total(self.executor.evaluate(self._to_device(padded)))
+        module.train()
+        return loss, self.count_targets(rows)
+
+    def _ignored_rows(self) -> Rows:
+        shape = (self.micro_batch_size, self.seq_len)
+        return Rows(torch.zeros(shape, dtype=torch.long), torch.full(shape, -100), 0)
+
+    def next_token_logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits [V] (fp32, CPU) of the token after `ids` (at most `seq_len` of them). Collective; equal everywhere.
+
+        The row is filled up to the pipeline's fixed shape; attention is causal, so what follows `ids` has no effect.
+        """
+        tokens = torch.zeros((self.micro_batch_size, self.seq_len), dtype=torch.long)
+        tokens[:, : len(ids)] = torch.tensor(ids)
+        self.engine.module.eval()
+        logits = self.executor.logits(tokens.to(self.layout.device))
+        self.engine.module.train()
+        vocab = torch.zeros(self.padded_vocab_size, device=self.layout.device)
+        if logits is not None:
+            vocab = all_gather_last(logits[len(ids) - 1, 0].float(), self.layout.tp)
+        return all_reduce(vocab, self.layout.pp).cpu()
+
+    def total(self, loss_sum: Tensor) -> float:
+        """Sum over replicas; TP ranks of the last stage hold equal shares, the other stages zero. Collective."""
+        return float(all_reduce(loss_sum, self.layout.world)) / self.layout.tp.size
+
+    def count_targets(self, rows: Sequence[Rows]) -> int:
+        """Valid targets in the rows of all replicas. Collective over DP."""
+        own = sum(int((r.labels >= 0).sum()) for r in rows)
+        return int(all_reduce(torch.tensor(own, device=self.layout.device), self.layout.dp))
+
+    def _to_device(self, rows: Sequence[Rows]) -> list[Microbatch]:
+        device = self.layout.device
+        return [
+            Microbatch(
+                r.tokens.to(device, non_blocking=True),
+                r.labels.to(device, non_blocking=True),
+                derive(self.seed, r.index),
+            )
+            for r in rows
+        ]

@@ -1,0 +1,114 @@
+"""A stage of a GPT: some consecutive layers, the embedding if it is the first, the head if it is the last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gpt3d.config.schema import ModelConfig
+from gpt3d.model.attention import Rotary
+from gpt3d.model.block import Block, hidden_dropout
+from gpt3d.model.norm import Norm
+from gpt3d.model.rotary import rotary_table
+from gpt3d.parallel.collectives import scatter_sequence
+from gpt3d.parallel.layers import (
+    ColumnLinearFunction,
+    Factory,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from gpt3d.parallel.layout import Layout
+from gpt3d.parallel.placement import Placement, even_range
+from gpt3d.parallel.random import derive
+
+EMBEDDING_SITE = -1  # stands where a layer's number would, in the seed of a dropout mask
+
+
+class Embedding(nn.Module):
+    """Token embedding plus learned positions (GPT-3 family): tokens [b, s] -> [s, b, h] ([s/t, b, h] under SP)."""
+
+    def __init__(self, make: Factory, model: ModelConfig) -> None:
+        super().__init__()
+        self.layout, self.dropout = make.layout, model.hidden_dropout
+        self.word = VocabParallelEmbedding(
+            make, "embedding.word", model.padded_vocab_size, model.hidden_size, model.init_std
+        )
+        self.position: nn.Parameter | None = None
+        if model.position == "learned":
+            place = make.replicated("embedding.position.weight", (model.max_seq_len, model.hidden_size))
+            self.position = make.normal(place, model.init_std)
+
+    def forward(self, tokens: Tensor, seed: int) -> Tensor:
+        x = self.word(tokens)
+        if self.position is not None:
+            position = self.position[: tokens.shape[1], None, :]
+            x = x + (scatter_sequence(position, self.layout.tp) if self.layout.sequence_parallel else position)
+        p = self.dropout if self.training else 0.0
+        return hidden_dropout(x, p, derive(seed, EMBEDDING_SITE), self.layout)
+
+
+class Head(nn.Module):
+    """Final norm, projection to the vocabulary (cut over TP), and the loss."""
+
+    def __init__(self, make: Factory, model: ModelConfig, tied: nn.Parameter | None) -> None:
+        super().__init__()
+        self.layout, self.vocab_size = make.layout, model.vocab_size
+        self.norm = Norm(make, "final_norm", model)
+        self.weight = self._new_weight(make, model) if tied is None else tied
+
+    @staticmethod
+    def _new_weight(make: Factory, model: ModelConfig) -> nn.Parameter:
+        """An own matrix; or, when the embedding it is tied to lives on another stage, a second copy of that."""
+        name = "embedding.word.weight" if model.tied_embeddings else "head.weight"
+        tp, vocab = make.layout.tp, model.padded_vocab_size
+        rows = even_range(vocab, tp.size, tp.rank)
+        copy = 1 if model.tied_embeddings else 0
+        return make.normal(Placement(name, (vocab, model.hidden_size), 0, rows, copy), model.init_std)
+
+    def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
+        logits = ColumnLinearFunction.apply(self.norm(x), self.weight, self.layout)
+        if labels is None:
+            return logits
+        return vocab_parallel_cross_entropy(logits, labels.t(), self.layout, self.vocab_size).sum()
+
+
+class GPTStage(nn.Module):
+    """Layers `layers` of the model. All of a run's stages together are the model, whatever the cut.
+
+    forward(x, seed, labels): x is tokens [b, s] on the first stage, else activations [s, b, h] ([s/t, b, h] under SP);
+    the last stage returns the summed loss in nats (fp32 scalar), or logits [s, b, V/t] without labels; the others
+    return activations. `seed` names this microbatch for dropout.
+    """
+
+    def __init__(
+        self, model: ModelConfig, layout: Layout, layers: Sequence[int], *, first: bool, last: bool, seq_len: int,
+        dtype: torch.dtype, seed: int, recompute: str = "none",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        make = Factory(layout, dtype, seed)
+        self.recompute = recompute
+        self.embedding = Embedding(make, model) if first else None
+        self.layers = nn.ModuleDict({str(i): Block(make, i, model, recompute) for i in layers})
+        tied = self.embedding.word.weight if model.tied_embeddings and self.embedding is not None else None
+        self.head = Head(make, model, tied) if last else None
+        self.rotary: Rotary | None = None
+        if model.position == "rope":
+            self.rotary = rotary_table(model, seq_len, layout.device)
+
+    def forward(self, x: Tensor, seed: int, labels: Tensor | None = None) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x, seed)
+        for block in self.layers.values():
+            if self.recompute == "full" and self.training:
+                x = checkpoint(block, x, self.rotary, seed, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, self.rotary, seed)
+        return x if self.head is None else self.head(x, labels)
+
+
+def tied_copies(stage: nn.Module) -> Iterator[nn.Parameter]:
+    """The word embeddings of a stage (the tied head's copy among them)."""
+    return (p for p in stage.parameters() if p.placement.name == "embedding.word.weight")  # type: ignore[attr-defined]

@@ -1,0 +1,99 @@
+"""Sending activations up and gradients down the pipeline.
+
+Each ordered pair of neighbours has one communicator for activations and one for gradients. A channel so carries
+messages in one direction only, in the order in which `pipeline.check` proved that both ends use it; no send ever queues
+behind a receive, so neighbours cannot wait for each other in a cycle, on NCCL's ordered streams either.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpt3d.parallel.layout import Layout
+
+
+@dataclass
+class Channel:
+    """One direction between this rank and `peer`."""
+
+    peer: int
+    handle: Any
+    device: torch.device
+    pending: deque[tuple[Any, Tensor]] = field(default_factory=deque)
+
+    def send(self, message: Tensor) -> None:
+        """Start sending; the message is kept only until it has left."""
+        while self.pending and self.pending[0][0].is_completed():
+            self.pending.popleft()
+        message = message.contiguous()
+        self.pending.append((dist.isend(message, self.peer, group=self.handle), message))
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receipt:
+        """Start receiving the next message."""
+        buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        return Receipt(dist.irecv(buffer, self.peer, group=self.handle), buffer)
+
+    def flush(self) -> None:
+        """Wait until everything sent has left."""
+        while self.pending:
+            self.pending.popleft()[0].wait()
+
+
+@dataclass
+class Receipt:
+    """A message on its way."""
+
+    work: Any
+    buffer: Tensor
+
+    def wait(self) -> Tensor:
+        """The message, once it is there (on CUDA: once the current stream may use it)."""
+        self.work.wait()
+        return self.buffer
+
+
+@dataclass
+class Transport:
+    """The channels of this rank. Shapes are agreed once, for all messages of a run."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    send_activation: Channel | None = None
+    receive_activation: Channel | None = None
+    send_gradient: Channel | None = None
+    receive_gradient: Channel | None = None
+
+    def flush(self) -> None:
+        """Wait until everything sent has left."""
+        for channel in (self.send_activation, self.send_gradient):
+            if channel is not None:
+                channel.flush()
+
+
+def connect(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, *, ring: bool) -> Transport:
+    """Open the channels to the neighbouring stages; `ring`: also from the last to the first (interleaved chunks)."""
+    transport = Transport(shape, dtype)
+    ranks, here = layout.pp.ranks, layout.pp.rank
+    count = len(ranks)
+    if count == 1:
+        return transport
+    for lower in range(count if ring else count - 1):  # in the same order on all ranks, so that creation cannot cross
+        upper = (lower + 1) % count
+        if here not in (lower, upper):
+            continue
+        pair = sorted({ranks[lower], ranks[upper]})
+        up, down = (dist.new_group(pair, use_local_synchronization=True) for _ in range(2))
+        peer = ranks[upper if here == lower else lower]
+        if here == lower:
+            transport.send_activation = Channel(peer, up, layout.device)
+            transport.receive_gradient = Channel(peer, down, layout.device)
+        if here == upper:
+            transport.receive_activation = Channel(peer, up, layout.device)
+            transport.send_gradient = Channel(peer, down, layout.device)
+    return transport

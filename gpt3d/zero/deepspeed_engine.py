@@ -1,0 +1,159 @@
+"""ZeRO stages 1 to 3, with offload: DeepSpeed's optimizers under our own schedule.
+
+DeepSpeed expects to own the order of forward and backward. All that is needed to let our schedules own it is in this
+file: every use of something that DeepSpeed does not document is marked `private:` and guarded by a parity test. The
+version is pinned exactly for that reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_local_grad,
+    safe_set_full_grad,
+    safe_set_local_grad,
+)
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from gpt3d.config.schema import RunConfig
+from gpt3d.parallel.layout import Layout
+from gpt3d.parallel.placement import Placement, placement_of
+from gpt3d.zero.ds_config import derive_ds_config
+from gpt3d.zero.engine import StepResult, parameter_groups, tied_parameters
+
+
+class DeepSpeedEngine:
+    """See `Engine` for the contract."""
+
+    def __init__(self, config: RunConfig, layout: Layout, module: nn.Module) -> None:
+        self.layout, self.stage = layout, config.zero.stage
+        self.tied = tied_parameters(module, config, layout)
+        self.module = module
+        mark_counted(module)
+        o = config.optimizer
+        offloaded = config.zero.offload_optimizer == "cpu"
+        optimizer = torch.optim.AdamW(
+            parameter_groups(module, o.weight_decay),
+            lr=o.lr,
+            betas=(o.beta1, o.beta2),
+            eps=o.eps,
+            fused=layout.device.type == "cuda" and not offloaded,
+        )
+        self.engine: Any = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            config=derive_ds_config(config),
+            mpu=_ModelParallelUnit(layout),
+            dist_init_required=False,
+        )[0]
+        self.optimizer: Any = self.engine.optimizer
+        # With the optimizer offloaded, stage 2 caches norms while it reduces: tied gradients must be summed before.
+        self.coalesce = bool(self.tied) and offloaded
+        self.block: Any = None
+        if self.stage == 3:
+            self._prepare_stage3()
+
+    def _prepare_stage3(self) -> None:
+        self.modules = [m for m in self.module.modules() if hasattr(m, "ds_grads_remaining")]
+        if self.layout.sizes.pp > 1:
+            # private: the hook compares the order of forwards over the whole world, but stages run different ones, and
+            # it broadcasts while neighbours wait in receive. Without it parameters are gathered on demand, not ahead.
+            self.optimizer.parameter_offload.fwd_pre_hook.remove()
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.optimizer.cur_scale) if hasattr(self.optimizer, "cur_scale") else 1.0
+
+    def forward(self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None) -> Tensor:
+        return self.engine(chunk, x, seed, labels)
+
+    def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
+        if self.coalesce and self.block is None:
+            self.block = contextlib.ExitStack()
+            self.block.enter_context(self.engine.coalesce_grad_reduction())
+        if not self.coalesce:
+            self.engine.set_gradient_accumulation_boundary(last)
+        if hasattr(self.optimizer, "clear_backward_seen_flag"):
+            # private: only engine.forward resets this, but in a pipeline two backwards can follow each other
+            self.optimizer.clear_backward_seen_flag()
+        if self.stage == 3:
+            for m in getattr(self, "modules", ()):
+                m.ds_grads_remaining = 1  # private: F F B B would leave it negative and keep parameters gathered
+        self.engine._manual_backward_expected = True  # private: the caller has applied loss_scale itself
+        torch.autograd.backward(output, grad)
+
+    def step(self, lr: float) -> StepResult:
+        self._sum_tied_gradients()
+        if self.block is not None:
+            self.block.close()
+            self.block = None
+        self.engine.set_gradient_accumulation_boundary(True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        if self.stage == 3:
+            # private: only the first backward of a step overwrites this buffer, and only where it passed
+            self.optimizer.grad_partitions_flat_buffer.zero_()
+        norm = self.engine.get_global_grad_norm()
+        return StepResult(float(norm), bool(getattr(self.optimizer, "overflow", False)))
+
+    def _sum_tied_gradients(self) -> None:
+        """Add the gradients of the two copies of the tied embedding, wherever this optimizer keeps them."""
+        group = self.layout.ends.handle
+        for p in self.tied:
+            if self.coalesce:
+                dist.all_reduce(self.optimizer.get_gradient_for_reduction(p) if self.stage < 3 else p.grad, group=group)
+            elif isinstance(self.optimizer, BF16_Optimizer):
+                dist.all_reduce(p._hp_grad, group=group)  # type: ignore[attr-defined]  # private
+            elif self.stage == 3:
+                grad = safe_get_local_grad(p).clone()
+                dist.all_reduce(grad, group=group)
+                safe_set_local_grad(p, grad)
+            else:
+                grad = safe_get_full_grad(p).clone()
+                dist.all_reduce(grad, group=group)
+                safe_set_full_grad(p, grad)
+
+    def master_weights(self) -> Iterator[tuple[Placement, Tensor]]:
+        for p in self.module.parameters():
+            yield placement_of(p), safe_get_full_fp32_param(p).detach().view(placement_of(p).local_shape)
+
+
+def mark_counted(module: nn.Module) -> None:
+    """Tell every DeepSpeed optimizer which copy counts in the gradient norm; each of them looks at another flag."""
+    for p in module.parameters():
+        counted = placement_of(p).counted
+        p.model_parallel = counted  # type: ignore[attr-defined]
+        p.ds_pipe_replicated = not counted  # type: ignore[attr-defined]
+
+
+class _ModelParallelUnit:
+    """The group questions that DeepSpeed asks (Megatron's `mpu`), answered by the layout."""
+
+    def __init__(self, layout: Layout) -> None:
+        axes = {
+            "data_parallel": layout.dp,
+            "model_parallel": layout.model,
+            "tensor_model_parallel": layout.tp,
+            "pipeline_model_parallel": layout.pp,
+        }
+        self.get_data_parallel_group_ranks = lambda: list(layout.dp.ranks)
+        for name, group in axes.items():
+            handle = (
+                group.handle
+                if group.handle is not None
+                else dist.new_group([layout.rank], use_local_synchronization=True)
+            )
+            setattr(self, f"get_{name}_group", lambda handle=handle: handle)
+            setattr(self, f"get_{name}_rank", lambda group=group: group.rank)
+            setattr(self, f"get_{name}_world_size", lambda group=group: group.size)

@@ -1,0 +1,80 @@
+"""Tokenizers: exact round trips, special text is text, tiktoken equal to tokenizers."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt3d.config.schema import TokenizerConfig
+from gpt3d.data.embedded import read_asset, shakespeare
+from gpt3d.data.errors import DataError
+from gpt3d.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
+
+KINDS = ["bytes", "shakespeare_bpe"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return load_tokenizer(TokenizerConfig(kind=request.param))
+
+
+def test_sizes():
+    sizes = {kind: load_tokenizer(TokenizerConfig(kind=kind)) for kind in KINDS}
+    assert {kind: (t.vocab_size, t.eod) for kind, t in sizes.items()} == {
+        "bytes": (257, 256),
+        "shakespeare_bpe": (2048, 2047),
+    }
+    assert sizes["shakespeare_bpe"].engine == "tiktoken"
+
+
+@settings(deadline=None, max_examples=200)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_round_trip(tokenizer: Tokenizer, text: str):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) == 0 or ids.max() < tokenizer.eod
+
+
+def test_text_that_looks_like_a_special_token_is_text(tokenizer: Tokenizer):
+    ids = tokenizer.encode("a<|endoftext|>b")
+    assert tokenizer.eod not in ids.tolist() and len(ids) > 3
+    assert tokenizer.decode(ids) == "a<|endoftext|>b"
+    assert tokenizer.decode([tokenizer.eod]) == "<|endoftext|>"
+
+
+def test_tiktoken_equals_tokenizers_on_every_play():
+    import tokenizers
+
+    reference = tokenizers.Tokenizer.from_str(read_asset("shakespeare_bpe.json").decode())
+    fast = load_tokenizer(TokenizerConfig(kind="shakespeare_bpe"))
+    for play in shakespeare()[::6]:
+        assert reference.encode(play).ids == fast.encode(play).tolist()
+
+
+def test_other_pretokenization_falls_back_to_tokenizers():
+    content = json.loads(read_asset("shakespeare_bpe.json"))
+    content["pre_tokenizer"]["use_regex"] = False
+    slow = BpeTokenizer(json.dumps(content), "whole_text")
+    assert slow.engine == "tokenizers"
+    assert slow.decode(slow.encode("of the <|endoftext|>")) == "of the <|endoftext|>"
+    assert slow.eod not in slow.encode("of the <|endoftext|>").tolist()
+
+
+def test_added_tokens_count_in_the_vocabulary_size():
+    """huggingface/nanotron#313: the size without added tokens is too small for the ids that occur."""
+    content = json.loads(read_asset("shakespeare_bpe.json"))
+    content["added_tokens"].append(dict(content["added_tokens"][0], id=2048, content="<|later|>"))
+    assert BpeTokenizer(json.dumps(content), "more").vocab_size == 2049
+
+
+def test_errors(tokenizer: Tokenizer):
+    with pytest.raises(DataError, match=r"lone surrogate.*character 1"):
+        tokenizer.encode("a\ud800")
+    with pytest.raises(DataError, match="cannot decode"):
+        tokenizer.decode(np.array([tokenizer.vocab_size]))
+    with pytest.raises(DataError, match="is not a tokenizer"):
+        BpeTokenizer("{}", "empty")
+    with pytest.raises(DataError, match="no token '</s>' to end a document"):
+        BpeTokenizer(read_asset("shakespeare_bpe.json").decode(), "x", eod_token="</s>")
