@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpt3d.config.schema import RunConfig
 from gpt3d.model.build import build_chunks
-from gpt3d.parallel.collectives import all_reduce
+from gpt3d.parallel.collectives import all_gather_last, all_reduce
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.random import derive
 from gpt3d.pipeline.executor import Executor, Microbatch
@@ -32,7 +33,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step. `loss_sum` [nats] is this rank's share: `Learner.total` adds the shares up; `tokens` is the global count."""
+    """One step. `loss_sum` [nats] is this rank's share, `Learner.total` adds them up; `tokens` is the global count."""
 
     loss_sum: Tensor
     tokens: int
@@ -46,8 +47,10 @@ class Learner:
     def __init__(self, config: RunConfig, layout: Layout) -> None:
         self.layout, self.seed = layout, config.seed
         self.engine = new_engine(config, layout, build_chunks(config, layout))
-        sequence = config.data.seq_len // (layout.tp.size if layout.sequence_parallel else 1)
-        shape = (sequence, config.trainer.micro_batch_size, config.model.hidden_size)
+        self.seq_len, self.micro_batch_size = config.data.seq_len, config.trainer.micro_batch_size
+        self.padded_vocab_size = config.model.padded_vocab_size
+        sequence = self.seq_len // (layout.tp.size if layout.sequence_parallel else 1)
+        shape = (sequence, self.micro_batch_size, config.model.hidden_size)
         chunks = config.pipeline.chunks
         transport = connect(layout, shape, DTYPES[config.precision.dtype], ring=chunks > 1)
         self.executor = Executor(layout, self.engine, transport, config.pipeline.schedule, chunks)
@@ -66,15 +69,39 @@ class Learner:
         return Outcome(loss_sum, tokens, result.grad_norm, result.skipped)
 
     def evaluate(self, rows: Sequence[Rows]) -> tuple[float, int]:
-        """Summed loss [nats] and number of targets over all replicas; each may bring another number of rows."""
+        """Summed loss [nats] and number of targets over all replicas; each may bring another number of rows.
+
+        All replicas run as many forwards as the longest (ZeRO-3 gathers parameters together), on ignored rows.
+        """
+        most = int(all_reduce(torch.tensor(len(rows), device=self.layout.device), self.layout.dp, dist.ReduceOp.MAX))
+        padded = [*rows, *[self._ignored_rows()] * (most - len(rows))]
         module = self.engine.module
         module.eval()
-        loss = self.total(self.executor.evaluate(self._to_device(rows)))
+        loss = self.total(self.executor.evaluate(self._to_device(padded)))
         module.train()
         return loss, self.count_targets(rows)
 
+    def _ignored_rows(self) -> Rows:
+        shape = (self.micro_batch_size, self.seq_len)
+        return Rows(torch.zeros(shape, dtype=torch.long), torch.full(shape, -100), 0)
+
+    def next_token_logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits [V] (fp32, CPU) of the token after `ids` (at most `seq_len` of them). Collective; equal everywhere.
+
+        The row is filled up to the pipeline's fixed shape; attention is causal, so what follows `ids` has no effect.
+        """
+        tokens = torch.zeros((self.micro_batch_size, self.seq_len), dtype=torch.long)
+        tokens[:, : len(ids)] = torch.tensor(ids)
+        self.engine.module.eval()
+        logits = self.executor.logits(tokens.to(self.layout.device))
+        self.engine.module.train()
+        vocab = torch.zeros(self.padded_vocab_size, device=self.layout.device)
+        if logits is not None:
+            vocab = all_gather_last(logits[len(ids) - 1, 0].float(), self.layout.tp)
+        return all_reduce(vocab, self.layout.pp).cpu()
+
     def total(self, loss_sum: Tensor) -> float:
-        """Add the shares of all replicas; TP ranks of the last stage hold equal ones, the other stages zero. Collective."""
+        """Sum over replicas; TP ranks of the last stage hold equal shares, the other stages zero. Collective."""
         return float(all_reduce(loss_sum, self.layout.world)) / self.layout.tp.size
 
     def count_targets(self, rows: Sequence[Rows]) -> int:
@@ -86,7 +113,9 @@ class Learner:
         device = self.layout.device
         return [
             Microbatch(
-                r.tokens.to(device, non_blocking=True), r.labels.to(device, non_blocking=True), derive(self.seed, r.index)
+                r.tokens.to(device, non_blocking=True),
+                r.labels.to(device, non_blocking=True),
+                derive(self.seed, r.index),
             )
             for r in rows
         ]

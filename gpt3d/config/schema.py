@@ -7,8 +7,9 @@ are checked together by `gpt3d.config.rules`. The meaning of each key stands bes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Optional
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Optional, get_args, get_type_hints
 
 from omegaconf import MISSING
 
@@ -103,6 +104,7 @@ class ZeroConfig:
     prefetch_bucket_size: int = number(500_000_000, low=0)
     param_persistence_threshold: int = number(100_000, low=0)
     max_live_parameters: int = number(1_000_000_000, low=1)
+    max_reuse_distance: int = number(1_000_000_000, low=0)
     deepspeed: dict[str, Any] = field(default_factory=dict)
 
 
@@ -276,3 +278,32 @@ class RunConfig:
     seed: int = number(1234, low=0)
     run_name: str = MISSING
     run_dir: Optional[str] = None
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One key of the schema: its dotted name, annotated type, and metadata (`choices`, `low`, `high`)."""
+
+    key: str
+    type: Any
+    metadata: Mapping[str, Any]
+
+    @property
+    def is_text(self) -> bool:
+        return self.type is str or (str in get_args(self.type) and not self.is_open)
+
+    @property
+    def is_open(self) -> bool:
+        """A dictionary whose keys are the user's."""
+        return getattr(self.type, "__origin__", None) is dict
+
+
+def leaves(cls: type = RunConfig, prefix: str = "") -> Iterator[Leaf]:
+    """Every key of the schema, in order."""
+    hints = get_type_hints(cls)
+    for item in fields(cls):
+        key, hint = prefix + item.name, hints[item.name]
+        if is_dataclass(hint):
+            yield from leaves(hint, key + ".")  # type: ignore[arg-type]
+        else:
+            yield Leaf(key, hint, item.metadata)

@@ -46,7 +46,7 @@ def all_gather_first(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x.view_as(x)
     out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group.handle)
+    dist.all_gather_single(out, x.contiguous(), group=group.handle)
     return out
 
 
@@ -55,7 +55,7 @@ def reduce_scatter_first(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x.view_as(x)
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group.handle)
+    dist.reduce_scatter_single(out, x.contiguous(), group=group.handle)
     return out
 
 

@@ -73,12 +73,12 @@ class ColumnLinearFunction(torch.autograd.Function):
         full = x
         if layout.sequence_parallel:
             full = x.new_empty((x.shape[0] * layout.tp.size, *x.shape[1:]))
-            handle = dist.all_gather_into_tensor(full, x.contiguous(), group=layout.tp.handle, async_op=True)
+            handle = dist.all_gather_single(full, x.contiguous(), group=layout.tp.handle, async_op=True)
         dx = grad @ weight
         if handle is not None:
             handle.wait()
             summed = torch.empty_like(x)
-            handle = dist.reduce_scatter_tensor(summed, dx, group=layout.tp.handle, async_op=True)
+            handle = dist.reduce_scatter_single(summed, dx, group=layout.tp.handle, async_op=True)
         else:
             summed = dx
             if layout.tp.size > 1:

@@ -1,8 +1,8 @@
 """Sending activations up and gradients down the pipeline.
 
-Each ordered pair of neighbours has one communicator for activations and one for gradients. A channel so carries messages
-in one direction only, in the order in which `pipeline.check` proved that both ends use it; no send ever queues behind a
-receive, so neighbours cannot wait for each other in a cycle, with NCCL's ordered streams either.
+Each ordered pair of neighbours has one communicator for activations and one for gradients. A channel so carries
+messages in one direction only, in the order in which `pipeline.check` proved that both ends use it; no send ever queues
+behind a receive, so neighbours cannot wait for each other in a cycle, on NCCL's ordered streams either.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Transport:
 
 
 def connect(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, *, ring: bool) -> Transport:
-    """Open the channels to the neighbouring stages. `ring`: the last stage also sends to the first (interleaved chunks)."""
+    """Open the channels to the neighbouring stages; `ring`: also from the last to the first (interleaved chunks)."""
     transport = Transport(shape, dtype)
     ranks, here = layout.pp.ranks, layout.pp.rank
     count = len(ranks)

@@ -66,8 +66,8 @@ class DeepSpeedEngine:
     def _prepare_stage3(self) -> None:
         self.modules = [m for m in self.module.modules() if hasattr(m, "ds_grads_remaining")]
         if self.layout.sizes.pp > 1:
-            # private: the hook compares the order of forwards over the whole world, but stages run different ones, and it
-            # broadcasts while neighbours wait in receive. Without it parameters are gathered on demand, not prefetched.
+            # private: the hook compares the order of forwards over the whole world, but stages run different ones, and
+            # it broadcasts while neighbours wait in receive. Without it parameters are gathered on demand, not ahead.
             self.optimizer.parameter_offload.fwd_pre_hook.remove()
 
     @property
@@ -90,7 +90,7 @@ class DeepSpeedEngine:
             for m in getattr(self, "modules", ()):
                 m.ds_grads_remaining = 1  # private: F F B B would leave it negative and keep parameters gathered
         self.engine._manual_backward_expected = True  # private: the caller has applied loss_scale itself
-        torch.autograd.backward([output], [grad])
+        torch.autograd.backward(output, grad)
 
     def step(self, lr: float) -> StepResult:
         self._sum_tied_gradients()

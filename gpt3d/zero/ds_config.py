@@ -15,8 +15,8 @@ UNSPLIT = (
 def derive_ds_config(config: RunConfig) -> dict[str, Any]:
     """DeepSpeed's JSON for ZeRO stages 1 to 3, with `zero.deepspeed` merged in.
 
-    `gradient_accumulation_steps` is 1 because our pipeline scales the loss and says which backward is the last; DeepSpeed
-    would divide once per stage. Contradictions in the pass-through are refused by the config rules before this is called.
+    `gradient_accumulation_steps` is 1 because our pipeline scales the loss and says which backward is the last;
+    DeepSpeed would divide once per stage. Contradictions in the pass-through are refused by the config rules before.
     """
     zero, precision = config.zero, config.precision
     derived: dict[str, Any] = {

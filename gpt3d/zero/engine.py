@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class StepResult:
-    """`grad_norm`: L2 norm over all axes before clipping, each parameter counted once. `skipped`: overflow, no update."""
+    """`grad_norm`: L2 over all axes before clipping, each parameter counted once. `skipped`: overflow, no update."""
 
     grad_norm: float
     skipped: bool

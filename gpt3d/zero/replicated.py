@@ -49,7 +49,7 @@ class ReplicatedEngine:
         return self.module(chunk, x, seed, labels)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
-        torch.autograd.backward([output], [grad])
+        torch.autograd.backward(output, grad)
 
     def step(self, lr: float) -> StepResult:
         for p in self.masters:

@@ -34,7 +34,7 @@ def test_zero_bubble_h1(forward: int, inputs: int, weight: int) -> None:
     for p in STAGES:
         for m in (p, p + 1, 3 * p):
             timeline = simulate(all_ranks("zb_h1", p, 1, m), forward, inputs + weight, inputs, weight)
-            idle = (p - 1) * (forward + inputs - weight)  # Qi et al. 2023, table 2
+            idle = (p - 1) * (forward + inputs - weight)  # Qi et al. 2023; 1F1B: (p - 1) (F + B + W)
             assert timeline.makespan == m * (forward + inputs + weight) + idle
         for m in range(1, p):
             plain = simulate(all_ranks("1f1b", p, 1, m), forward, inputs + weight)

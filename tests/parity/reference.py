@@ -105,5 +105,5 @@ def train(
         norms.append(float(torch.nn.utils.clip_grad_norm_(list(w.values()), clip)))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses, norms, {name: value.detach() for name, value in w.items()}
