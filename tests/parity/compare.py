@@ -66,6 +66,9 @@ class Case:
     dtype: str = "fp32"
     grad_dtype: str = "fp32"
     layers: tuple[int, ...] | None = None
+    clip: float = CLIP
+    persist: int = 0
+    prefetch: int = 2000
     options: tuple[tuple[str, Any], ...] = field(default=())
 
     @property
@@ -91,11 +94,11 @@ class Case:
             pipeline=PipelineConfig(schedule=self.schedule, chunks=self.chunks),
             zero=ZeroConfig(
                 stage=self.zero, offload_optimizer=self.offload_optimizer, offload_param=self.offload_param,
-                reduce_bucket_size=3000, allgather_bucket_size=5000, prefetch_bucket_size=2000,
-                param_persistence_threshold=0, **dict(self.options),
+                reduce_bucket_size=3000, allgather_bucket_size=5000, prefetch_bucket_size=self.prefetch,
+                param_persistence_threshold=self.persist, **dict(self.options),
             ),
             precision=PrecisionConfig(dtype=self.dtype, grad_dtype=self.grad_dtype),
-            optimizer=OptimizerConfig(lr=LR, grad_clip=CLIP, eps=EPS),
+            optimizer=OptimizerConfig(lr=LR, grad_clip=self.clip, eps=EPS),
             trainer=TrainerConfig(steps=STEPS, global_batch_size=ROWS, micro_batch_size=self.micro),
             recompute=self.recompute,
             seed=7,
@@ -125,12 +128,12 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache
-def plain_result(family: str) -> Result:
+def plain_result(family: str, clip: float = CLIP) -> Result:
     """The reference run: one process, whole batches, plain torch."""
     model = FAMILIES[family]
     weights = initial_weights(family)
     losses, norms, final = reference.train(
-        weights, (batch(step) for step in range(STEPS)), model, lr=LR, clip=CLIP, eps=EPS
+        weights, (batch(step) for step in range(STEPS)), model, lr=LR, clip=clip, eps=EPS
     )
     tokens, labels = batch(99)
     validation = float(reference.summed_loss(final, tokens, labels, model) / (labels >= 0).sum())
