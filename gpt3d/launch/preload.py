@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import warnings
 
 # What a rank would otherwise import late: the first optimizer imports torch._dynamo, DeepSpeed's check of the optimizer
 # imports its Muon module, whose @torch.compile imports inductor. Together several CPU seconds a rank.
@@ -23,6 +24,8 @@ def prepare_deepspeed(device: str) -> None:
     """Import DeepSpeed for "cpu" or "cuda". Call it before anything else imports DeepSpeed."""
     os.environ["DS_ACCELERATOR"] = device  # DeepSpeed's own detection looks for every vendor's tools and logs about it
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls collectives by names that torch has deprecated; torch says so once per call.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     import deepspeed.ops
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # its import sets the level anew
