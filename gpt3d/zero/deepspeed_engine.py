@@ -72,30 +72,31 @@ class DeepSpeedEngine:
         return float(self.optimizer.cur_scale) if hasattr(self.optimizer, "cur_scale") else 1.0
 
     def forward(self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None) -> Tensor:
-        # Not through the engine: it hangs its start of backward on the output, which a split backward passes twice.
+        # Not through the engine: it would begin the reduction at any backward from the output, a split one too.
         return self.module(chunk, x, seed, labels)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
         self._expect_module_backward()
-        self._begin_reduction(last)
-        torch.autograd.backward(output, grad)
+        with self._accumulation(last):
+            torch.autograd.backward(output, grad)
 
     def backward_input(self, output: GradientEdge, grad: Tensor, x: Tensor) -> tuple[Tensor, WeightGradients]:
         self._expect_module_backward()
         return backward_input(output, grad, x, list(self.module.parameters()))
 
     def backward_weight(self, gradients: WeightGradients, last: bool) -> None:
-        self._begin_reduction(last)
         released = [p for p in self.module.parameters() if self.stage == 3 and not p.numel()]
-        with deepspeed.zero.GatheredParameters(released, enabled=bool(released)):  # accumulation looks at the shape
+        # Autograd compares a gradient with the parameter's shape, so released parameters must be there.
+        with self._accumulation(last), deepspeed.zero.GatheredParameters(released, enabled=bool(released)):
             gradients.deliver()
 
     def _expect_module_backward(self) -> None:
         for m in self.modules:
             m.ds_grads_remaining = 1  # private: F F B B would leave it negative and keep parameters gathered
 
-    def _begin_reduction(self, last: bool) -> None:
-        """Announce that gradients are about to arrive at the parameters."""
+    @contextlib.contextmanager
+    def _accumulation(self, last: bool) -> Iterator[None]:
+        """Around a backward pass that brings gradients to the parameters: what DeepSpeed does before and after it."""
         if self.coalesce and self.block is None:
             self.block = contextlib.ExitStack()
             self.block.enter_context(self.engine.coalesce_grad_reduction())
@@ -105,7 +106,10 @@ class DeepSpeedEngine:
             # private: only engine.forward resets this, but in a pipeline two backwards can follow each other
             self.optimizer.clear_backward_seen_flag()
         self.engine._manual_backward_expected = True  # private: the caller has applied loss_scale itself
-        self.engine._backward_prologue()  # private: its epilogue, the reduction, runs when this backward pass is over
+        self.engine._backward_prologue()  # private
+        yield
+        if self.optimizer._backward_active_depth:  # private: the optimizer's own hooks have not run the epilogue
+            self.engine._backward_post_hook()
 
     def step(self, lr: float) -> StepResult:
         self._sum_tied_gradients()
