@@ -133,8 +133,8 @@ def create_layout(
         )
 
     def mine(partition: list[tuple[int, ...]]) -> Group:
-        """The group of the partition that holds this rank; only its members create it, so start-up stays short."""
-        ranks = next(ranks for ranks in partition if rank in ranks)
+        """The set that holds this rank, or this rank alone; only its members create it, so start-up stays short."""
+        ranks = next((ranks for ranks in partition if rank in ranks), (rank,))
         handle = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
         return Group(ranks, ranks.index(rank), handle)
 
