@@ -150,8 +150,7 @@ class Trainer:
         limit = self.config.precision.max_skipped_steps
         if self.skipped_in_a_row >= limit:
             raise TrainingStopped(
-                f"{limit} steps in a row were skipped (precision.max_skipped_steps={limit}){scale}: nothing is learned. "
-                + self._remedies()
+                f"{limit} steps in a row were skipped (precision.max_skipped_steps={limit}){scale}. " + self._remedies()
             )
 
     def _remedies(self) -> str:

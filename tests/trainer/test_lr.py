@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from gpt3d.config.schema import LrConfig
@@ -26,7 +28,7 @@ def test_cosine_at_half_way() -> None:
 def test_decay_ends_at_the_floor_and_stays(schedule: str) -> None:
     values = curve(30, schedule=schedule, warmup_steps=2, decay_steps=20, min_ratio=0.1)
     assert values[2] == 1.0 and values[20:] == pytest.approx([0.1] * 10)
-    assert all(a >= b for a, b in zip(values[2:], values[3:], strict=False))
+    assert all(a >= b for a, b in pairwise(values[2:]))
 
 
 def test_wsd_is_flat_then_falls_over_the_last_steps() -> None:
