@@ -18,10 +18,13 @@ from gpt3d.zero.engine import Engine
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Rows of one forward: tokens and labels [b, s] on the device (labels < 0 are ignored), and a seed for dropout."""
+    """Rows of one forward: tokens and labels [b, s] on the device (labels < 0 are ignored), and a seed for dropout.
+
+    Without labels the last stage gives logits instead of a loss.
+    """
 
     tokens: Tensor
-    labels: Tensor
+    labels: Tensor | None
     seed: int
 
 
@@ -52,6 +55,17 @@ class Executor:
         forwards = [a for a in schedule("gpipe", self.stages, self.chunks, max(1, len(microbatches)), self.rank)]
         actions = [a for a in forwards if a.kind is Kind.FORWARD and a.microbatch < len(microbatches)]
         return self._run(actions, microbatches, None)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Logits [s, b, V/t] for tokens [b, s] on the last stage, None on the others."""
+        out = None
+        for action in schedule("gpipe", self.stages, self.chunks, 1, self.rank):
+            if action.kind is Kind.FORWARD:
+                message = self._post_receive([action], 0)
+                out = self._forward(action, Microbatch(tokens, None, 0), message, False)[1]
+        self.transport.flush()
+        return out if self.rank == self.stages - 1 else None
 
     def _run(self, actions: list[Action], microbatches: Sequence[Microbatch], seed_grad: Tensor | None) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=self.layout.device)
@@ -86,7 +100,7 @@ class Executor:
         x = message.wait().requires_grad_(training) if message is not None else microbatch.tokens
         labels = microbatch.labels if self._is_last(action) else None
         out = self.engine.forward(action.chunk, x, microbatch.seed, labels)
-        if labels is None:
+        if not self._is_last(action):
             assert self.transport.send_activation is not None
             self.transport.send_activation.send(out.detach())
         return x, out

@@ -41,7 +41,7 @@ class RankMemory:
 
 
 def stage_parameters(config: RunConfig, stage: int) -> int:
-    """Parameters on one rank of this pipeline stage before ZeRO shards them, padded vocabulary and tied copy included."""
+    """Parameters on one rank of this pipeline stage before ZeRO shards them, with padded vocabulary and tied copy."""
     model, tp, pp = config.model, config.parallel.tp, config.parallel.pp
     rows = model.padded_vocab_size // tp * model.hidden_size
     count = sum(stage_layers(config)[stage::pp]) * layer_parameters(model, tp)
@@ -74,7 +74,7 @@ def layer_activations(
     if recompute == "full":
         return tokens * h * element // outside
     query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    # Inputs of two norms, of QKV and of the MLP, and two 1-byte dropout masks: on every tp rank unless along the sequence.
+    # Inputs of two norms, of QKV and of the MLP, and two 1-byte dropout masks: whole on every tp rank without SP.
     whole = 4 * h * element + (2 * h if model.hidden_dropout else 0)
     # Query, the copied or split keys and values, and the input of the output projection.
     attention = (2 * query // tp + 2 * max(kv // tp, model.head_dim)) * element
@@ -163,7 +163,8 @@ def describe_need(config: RunConfig, dp: int) -> str:
     parts = {name: getattr(need, name) / GB for name in ("weights", "gradients", "optimizer", "activations", "logits")}
     listed = ", ".join(f"{name} {size:,.1f}" for name, size in parts.items())
     return (
-        f"{config.model.name} with tp {parallel.tp}, pp {parallel.pp}, dp {dp}, {config.precision.dtype}, ZeRO {config.zero.stage}"
-        f" wants {parallel.tp * parallel.cp * parallel.pp * dp} GPUs of at least {need.device / GB:,.1f} GB ({listed})"
+        f"{config.model.name} with tp {parallel.tp}, pp {parallel.pp}, dp {dp}, {config.precision.dtype}, "
+        f"ZeRO {config.zero.stage} wants {parallel.tp * parallel.cp * parallel.pp * dp} GPUs of at least "
+        f"{need.device / GB:,.1f} GB ({listed})"
         + (f" and {need.host / GB:,.1f} GB of host memory a rank" if need.host else "")
     )
