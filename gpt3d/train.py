@@ -1,7 +1,7 @@
 """Train a GPT: `python -m gpt3d.train [group=option] [key=value]`.
 
-In a plain shell the ranks are started on this machine; under torchrun, srun or mpirun this process joins as one of them.
-The configuration is composed once, checked as a whole, and given to every rank.
+In a plain shell the ranks are started on this machine; under torchrun, srun or mpirun this process joins as one of
+them. The configuration is composed once, checked as a whole, and given to every rank.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ START_LIMIT_SECONDS = 300.0
 END_LIMIT_SECONDS = 30.0
 WATCH_SECONDS = 1.0
 GRACE_SECONDS = 3.0
+QUIETLY = "quietly"  # a rank that a signal ended: the user knows why all end
 STARTED, ENTRY, SEEN, DONE, FAILED = (f"gpt3d/{name}" for name in ("started", "entry", "seen", "done", "failed"))
 
 
@@ -55,6 +56,8 @@ def join_world(
     except LaunchError as error:
         print(f"gpt3d: {error}", file=sys.stderr)
         leave(1)
+    except KeyboardInterrupt:
+        leave(128 + signal.SIGINT)
     threading.Thread(target=_leave_with_failed_peer, args=(world,), name="peer-watch", daemon=True).start()
     outcome = run_body(_train, (config, rank_main, world))
     _finish(store, world, outcome)
@@ -74,7 +77,7 @@ def _lead(world: World, compose: Callable[[], dict[str, Any] | None], start_limi
             print(stop.code, file=sys.stderr)
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        with contextlib.suppress(LaunchError):
+        with contextlib.suppress(RuntimeError):
             _dismiss(_open_store(world, start_limit), world, code)
         raise
     store = _open_store(world, start_limit)
@@ -170,6 +173,7 @@ def _train(config: dict[str, Any], rank_main: Callable[[dict[str, Any]], Any], w
 
 def _finish(store: Any, world: World, outcome: Outcome) -> None:
     """Say what went wrong, once in the world: the first rank to fail shows its error, the others name that rank."""
+    ended = outcome.exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
     try:
         store.set_timeout(timedelta(seconds=5))  # its host may be gone
         if outcome.ok:
@@ -177,10 +181,10 @@ def _finish(store: Any, world: World, outcome: Outcome) -> None:
             if world.rank == 0:
                 _await_count(store, DONE, world.size)
             return
-        first = int(store.compare_set(FAILED, "", str(world.rank)))
+        first = _failed_rank(store.compare_set(FAILED, "", f"{world.rank} {QUIETLY if ended else ''}"))[0]
     except (RuntimeError, ValueError):
         first = world.rank
-    if outcome.ok or outcome.exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+    if outcome.ok or ended:
         return
     if first == world.rank:
         print(f"rank {world.rank} {outcome.summary}\n{outcome.traceback}".rstrip(), file=sys.stderr)
@@ -197,15 +201,21 @@ def _leave_with_failed_peer(world: World) -> None:
         store = TCPStore(world.host, world.port, is_master=False, timeout=timedelta(seconds=END_LIMIT_SECONDS))
         while not store.check([FAILED]):
             time.sleep(WATCH_SECONDS)
-        first = int(store.get(FAILED))
+        first, quiet = _failed_rank(store.get(FAILED))
     except RuntimeError:
         return  # the store's host is gone; broken connections will tell
     if first == world.rank:
         return
-    print(f"rank {world.rank} stopped because rank {first} failed", file=sys.stderr)
+    if not quiet:
+        print(f"rank {world.rank} stopped because rank {first} failed", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGTERM)  # lets the main thread close its files, unless it is stuck in a collective
     time.sleep(GRACE_SECONDS)
     leave(1)
+
+
+def _failed_rank(entry: bytes) -> tuple[int, bool]:
+    rank, _, how = entry.decode().partition(" ")
+    return int(rank), how == QUIETLY
 
 
 def _await_count(store: Any, key: str, count: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import warnings
 
 # What a rank would otherwise import late: the first optimizer imports torch._dynamo, DeepSpeed's check of the optimizer
 # imports its Muon module, whose @torch.compile imports inductor. Together several CPU seconds a rank.
@@ -22,10 +23,11 @@ SLOW_IMPORTS = (
 def prepare_deepspeed(device: str) -> None:
     """Import DeepSpeed for "cpu" or "cuda". Call it before anything else imports DeepSpeed."""
     os.environ["DS_ACCELERATOR"] = device  # DeepSpeed's own detection looks for every vendor's tools and logs about it
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     import deepspeed.ops
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # its import sets the level anew
+    # DeepSpeed calls collectives by names that torch is renaming: nothing a user of gpt3d can act on
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     if device == "cpu":
         # Else the first process group compiles a C++ extension for minutes, and a killed build leaves a lock on which
         # every later run waits for ever.

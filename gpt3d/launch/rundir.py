@@ -20,7 +20,7 @@ MOST_NAMES = 10_000
 
 
 class RunDirError(RuntimeError):
-    """The folder asked for holds another run."""
+    """The folder asked for holds another run, or cannot be made."""
 
     show_traceback = False
 
@@ -36,7 +36,10 @@ def create(
     from omegaconf import OmegaConf
 
     for folder in _candidates(Path(path).absolute(), exact):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunDirError(f"run_dir={path}: the folder cannot be made ({error})") from None
         recorded = {**config, "run_dir": str(folder)}
         try:
             with open(folder / "config.yaml", "x") as file:  # "x": of two runs that want the folder one gets it

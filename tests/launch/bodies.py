@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -56,12 +57,34 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def deepspeed_step() -> float:
+    """One ZeRO-1 step of a linear layer; its loss."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    model = torch.nn.Linear(8, 8)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    loss = engine(torch.ones(1, 8, dtype=torch.bfloat16)).float().pow(2).mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
 def train(config: dict[str, Any]) -> dict[str, Any]:
     """A rank_main: checks that the world works, and fails where the config says so."""
     rank = int(os.environ["RANK"])
     print(f"rank {rank} trains with lr {config['lr']}")
     if config.get("fail_on") == rank:
         raise ValueError("boom")
+    if config.get("stop_on") == rank:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1000)
     dist.init_process_group("gloo")
     total = all_reduce(1.0)
     dist.destroy_process_group()

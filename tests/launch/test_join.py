@@ -162,6 +162,12 @@ def test_a_failing_joined_rank_ends_all_and_is_shown_once(world, tmp_path, outpu
     assert output(0)[1] == "rank 0 stopped because rank 1 failed\n"
 
 
+def test_sigterm_ends_all_quietly(world, tmp_path, output):
+    with pytest.raises(RankFailed, match="rank 0 ended"):
+        world(bodies.joined, tmp_path, CONFIG | {"stop_on": 1}, {}, n=2, init=False, timeout=30)
+    assert output(0)[1] == output(1)[1] == ""
+
+
 def test_a_wrong_number_of_nodes_ends_all(world, tmp_path, output):
     config = {"lr": 0.5, "cluster": {"device": "cpu", "nodes": 2}}
     assert world(bodies.joined, tmp_path, config, {}, n=2, init=False) == [1, 1]
@@ -187,6 +193,4 @@ def test_torchrun():
     done = subprocess.run([*command, "-m", "tests.launch.bodies"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "2 ranks on 1 host (torchrun)" in done.stdout
-    assert sorted(line for line in done.stdout.splitlines() if "trains" in line) == [
-        f"rank {rank} trains with lr 0.5" for rank in range(2)
-    ]
+    assert all(f"rank {rank} trains with lr 0.5" in done.stdout for rank in range(2))

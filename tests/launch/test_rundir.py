@@ -33,6 +33,12 @@ def test_an_earlier_run_is_never_touched(tmp_path):
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").n == 1
 
 
+def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(rundir.RunDirError, match="cannot be made"):
+        rundir.create(tmp_path / "file" / "run", {}, [])
+
+
 def test_git_state(tmp_path):
     assert rundir._git_state(tmp_path) is None, "not a checkout"
     state = rundir._git_state(rundir.Path(rundir.__file__).resolve().parents[2])
