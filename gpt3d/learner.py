@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt3d.config.schema import RunConfig
 from gpt3d.model.build import build_chunks
-from gpt3d.parallel.collectives import all_reduce
+from gpt3d.parallel.collectives import all_gather_last, all_reduce
 from gpt3d.parallel.copies import check_copies
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.random import derive
@@ -49,6 +49,7 @@ class Learner:
         self.layout, self.seed, self.zero_stage = layout, config.seed, config.zero.stage
         self.engine = new_engine(config, layout, build_chunks(config, layout))
         self.seq_len, self.micro_batch_size = config.data.seq_len, config.trainer.micro_batch_size
+        self.padded_vocab_size = config.model.padded_vocab_size
         sequence = self.seq_len // (layout.tp.size if layout.sequence_parallel else 1)
         shape = (sequence, self.micro_batch_size, config.model.hidden_size)
         chunks = config.pipeline.chunks
@@ -90,6 +91,21 @@ class Learner:
     def check_copies(self) -> None:
         """Raise CopiesDiffer unless all ranks that hold the same part of a parameter hold the same bits. Collective."""
         check_copies(self.engine.held_weights(), self.layout, sharded_over_dp=self.zero_stage == 3)
+
+    def next_token_logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits [V] (fp32, CPU) of the token after `ids` (at most `seq_len` of them). Collective; equal everywhere.
+
+        The row is filled up to the pipeline's fixed shape; attention is causal, so what follows `ids` has no effect.
+        """
+        tokens = torch.zeros((self.micro_batch_size, self.seq_len), dtype=torch.long)
+        tokens[:, : len(ids)] = torch.tensor(ids)
+        self.engine.module.eval()
+        logits = self.executor.logits(tokens.to(self.layout.device))
+        self.engine.module.train()
+        vocab = torch.zeros(self.padded_vocab_size, device=self.layout.device)
+        if logits is not None:
+            vocab = all_gather_last(logits[len(ids) - 1, 0].float(), self.layout.tp)
+        return all_reduce(vocab, self.layout.pp).cpu()
 
     def total(self, loss_sum: Tensor) -> float:
         """Sum over replicas; TP ranks of the last stage hold equal shares, the other stages zero. Collective."""

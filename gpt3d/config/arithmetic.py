@@ -11,8 +11,8 @@ from gpt3d.config.schema import ClusterConfig, ModelConfig, RunConfig
 class World:
     """What is known about the machines before anything starts; None: not known.
 
-    `ranks` and `ranks_per_node` come from a launcher's environment; without one (`ranks` None) the ranks will be started
-    on this machine. `gpus` are the visible ones here, `device` is cuda or cpu, `host_memory_gb` counts 2^30 bytes.
+    `ranks` and `ranks_per_node` come from a launcher's environment; without one (`ranks` None) the ranks are started on
+    this machine. `gpus` are the visible ones here, `device` is cuda or cpu, `host_memory_gb` counts 2^30 bytes.
     """
 
     ranks: int | None = None
@@ -33,7 +33,7 @@ def model_ranks(config: RunConfig) -> int:
 
 
 def available_ranks(config: RunConfig, world: World) -> int | None:
-    """Ranks that there are: the launcher's, else the cluster's GPUs, else this machine's; None: as many as asked for."""
+    """Ranks there are: the launcher's, else the cluster's GPUs, else this machine's; None: as many as asked for."""
     if world.ranks is not None:
         return world.ranks
     if config.cluster.gpus_per_node is not None:
@@ -62,7 +62,7 @@ def num_microbatches(config: RunConfig, dp: int) -> int:
 
 
 def stage_layers(config: RunConfig) -> list[int]:
-    """Layers of each of the pp x chunks pieces in model order; piece i lies on stage i % pp. Exact once rules have passed."""
+    """Layers of each of the pp x chunks pieces, in model order; piece i lies on stage i % pp. Exact if rules passed."""
     if config.parallel.layers_per_stage is not None:
         return list(config.parallel.layers_per_stage)
     pieces = config.parallel.pp * config.pipeline.chunks

@@ -33,8 +33,8 @@ def group_options(folders: Sequence[Path]) -> dict[str, list[str]]:
 def quote_overrides(overrides: Sequence[str], conf_dir: Path) -> list[str]:
     """Quote values that Hydra's grammar would not leave as text though they are names.
 
-    Hydra reads `zero=1` as an integer and refuses it as the name of an option, turns `run_name=1e5` into 100000.0 and fails
-    on `=` or `#` in a path. Group options and the schema's text keys are names, so they are passed on as typed.
+    Hydra reads `zero=1` as an integer and refuses it as the name of an option, turns `run_name=1e5` into 100000.0 and
+    fails on `=` or `#` in a path. Group options and the schema's text keys are names, so they are passed on as typed.
     """
     names = {leaf.key for leaf in leaves() if leaf.is_text} | set(group_options([conf_dir]))
     return [_quote_override(override, names) for override in overrides]
@@ -51,7 +51,7 @@ def _quote_override(override: str, names: set[str]) -> str:
 
 
 def _quote_elements(value: str) -> str:
-    """Quote each element of a comma-separated value (a sweep) that is not plain text; leave what is already structured."""
+    """Quote the elements of a (comma-separated) value that aren't plain text; leave structured values alone."""
     if value in ("", "null") or re.search(r"""["'()\[\]{}]""", value):
         return value
     return ",".join(element if _reads_as_text(element) else quoted(element) for element in value.split(","))
@@ -126,7 +126,7 @@ def _unknown_option(override: Override, options: list[str]) -> Problem | None:
 
 
 def unknown_key(key: str, value: str | None, groups: dict[str, list[str]] | None = None) -> Problem | None:
-    """A problem with the nearest valid names if the schema has no such key, nor a section or open dictionary of that name."""
+    """A problem with the nearest valid names, if the schema has no such key, section or open dictionary."""
     keys = [leaf.key for leaf in leaves()]
     if key in keys or any(known.startswith(key + ".") for known in keys):
         return None

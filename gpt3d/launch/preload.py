@@ -23,12 +23,11 @@ SLOW_IMPORTS = (
 def prepare_deepspeed(device: str) -> None:
     """Import DeepSpeed for "cpu" or "cuda". Call it before anything else imports DeepSpeed."""
     os.environ["DS_ACCELERATOR"] = device  # DeepSpeed's own detection looks for every vendor's tools and logs about it
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed calls collectives by names that torch has deprecated; torch says so once per call.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     import deepspeed.ops
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # its import sets the level anew
+    # DeepSpeed calls collectives by names that torch is renaming: nothing a user of gpt3d can act on
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     if device == "cpu":
         # Else the first process group compiles a C++ extension for minutes, and a killed build leaves a lock on which
         # every later run waits for ever.

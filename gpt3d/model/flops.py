@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a model, from its shape alone. Pure Python: the planner and the banner use it without torch."""
+"""Parameters and FLOPs of a model, from its shape alone. Pure Python: no torch needed."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from gpt3d.parallel.collectives import (
     reduce_scatter_sequence,
 )
 from gpt3d.parallel.layout import Layout
-from gpt3d.parallel.split_backward import splitting, weight_gradient
 from gpt3d.parallel.placement import Constant, Normal, Placement, even_range, new_parameter
+from gpt3d.parallel.split_backward import splitting, weight_gradient
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,18 @@ class Executor:
         ]
         return self._run(forwards, microbatches, None)
 
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Logits [s, b, V/t] for tokens [b, s] on the last stage, None on the others."""
+        out = tokens
+        for chunk in range(self.chunks):
+            action = Action(Kind.FORWARD, 0, chunk)
+            receipt = self._post_receive([action], 0)
+            out = self.engine.forward(chunk, tokens if receipt is None else receipt.wait(), 0)
+            self._send(action, self.transport.send_activation, out)
+        self.transport.flush()
+        return out if self.rank == self.stages - 1 else None
+
     def _run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch], seed_grad: Tensor | None) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=self.layout.device)
         whole = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # actions that bring gradients to the parameters

@@ -6,7 +6,7 @@ CUDA context, NCCL's buffers and the allocator's fragmentation, together some GB
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from gpt3d.config.arithmetic import num_microbatches, stage_layers
 from gpt3d.config.schema import ModelConfig, RunConfig
@@ -41,7 +41,7 @@ class RankMemory:
 
 
 def stage_parameters(config: RunConfig, stage: int) -> int:
-    """Parameters on one rank of this pipeline stage before ZeRO shards them, padded vocabulary and tied copy included."""
+    """Parameters on one rank of this pipeline stage before ZeRO shards them, with padded vocabulary and tied copy."""
     model, tp, pp = config.model, config.parallel.tp, config.parallel.pp
     rows = model.padded_vocab_size // tp * model.hidden_size
     count = sum(stage_layers(config)[stage::pp]) * layer_parameters(model, tp)
@@ -74,7 +74,7 @@ def layer_activations(
     if recompute == "full":
         return tokens * h * element // outside
     query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    # Inputs of two norms, of QKV and of the MLP, and two 1-byte dropout masks: on every tp rank unless along the sequence.
+    # Inputs of two norms, of QKV and of the MLP, and two 1-byte dropout masks: whole on every tp rank without SP.
     whole = 4 * h * element + (2 * h if model.hidden_dropout else 0)
     # Query, the copied or split keys and values, and the input of the output projection.
     attention = (2 * query // tp + 2 * max(kv // tp, model.head_dim)) * element
@@ -151,19 +151,29 @@ def worst_rank(config: RunConfig, dp: int) -> RankMemory:
 
 
 def run_memory(config: RunConfig, dp: int) -> int:
-    """Bytes of all ranks together, device and host: what a CPU run takes from one machine's memory."""
+    """Bytes of all ranks together, device and host: what a CPU run takes from its machines' memory.
+
+    Without the buckets: on a CPU the part of them that is never written takes no memory.
+    """
     ranks_per_stage = config.parallel.tp * config.parallel.cp * dp
-    return ranks_per_stage * sum(memory.device + memory.host for memory in memory_by_stage(config, dp))
+    per_stage = (memory.device - memory.buckets + memory.host for memory in memory_by_stage(config, dp))
+    return ranks_per_stage * sum(per_stage)
+
+
+def size(count: float) -> str:
+    """Bytes as text: GB of 2^30, MB of 2^20."""
+    return f"{count / GB:,.1f} GB" if count >= GB / 10 else f"{count / 2**20:,.1f} MB"
 
 
 def describe_need(config: RunConfig, dp: int) -> str:
     """One sentence: how many ranks this layout wants and what the fullest of them needs."""
-    need = worst_rank(config, dp)
-    parallel = config.parallel
-    parts = {name: getattr(need, name) / GB for name in ("weights", "gradients", "optimizer", "activations", "logits")}
-    listed = ", ".join(f"{name} {size:,.1f}" for name, size in parts.items())
+    need, parallel = worst_rank(config, dp), config.parallel
+    ranks = parallel.tp * parallel.cp * parallel.pp * dp
+    parts = {field.name: getattr(need, field.name) for field in fields(need) if field.name != "host"}
     return (
-        f"{config.model.name} with tp {parallel.tp}, pp {parallel.pp}, dp {dp}, {config.precision.dtype}, ZeRO {config.zero.stage}"
-        f" wants {parallel.tp * parallel.cp * parallel.pp * dp} GPUs of at least {need.device / GB:,.1f} GB ({listed})"
-        + (f" and {need.host / GB:,.1f} GB of host memory a rank" if need.host else "")
+        f"{config.model.name} with tp {parallel.tp}, pp {parallel.pp}, dp {dp}, {config.precision.dtype}, "
+        f"ZeRO {config.zero.stage} wants {ranks} GPU{'s' if ranks > 1 else ''} of at least {size(need.device)} ("
+        + ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
+        + ")"
+        + (f" and {size(need.host)} of host memory a rank" if need.host else "")
     )

@@ -92,7 +92,8 @@ class DeepSpeedEngine:
 
     def _expect_module_backward(self) -> None:
         for m in self.modules:
-            m.ds_grads_remaining = 1  # private: F F B B would leave it negative and keep parameters gathered
+            # private: F F B B would leave it negative and keep parameters gathered
+            m.ds_grads_remaining = 1  # type: ignore[assignment]
 
     @contextlib.contextmanager
     def _accumulation(self, last: bool) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Each parallel layer against the plain one: forward, input gradient and weight gradients, TP 2 and 4, SP on and off."""
+"""Each parallel layer against the plain one: forward, input and weight gradients, TP 2 and 4, SP on and off."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpt3d.model.norm import Norm
 from gpt3d.parallel.layers import ColumnParallelLinear, Factory, QKVLinear, RowParallelLinear, VocabParallelEmbedding
 from gpt3d.parallel.layout import Layout, Sizes, create_layout
 from gpt3d.parallel.placement import Normal, Placement, new_parameter, placement_of
-from tests.parity.compare import GPT, LLAMA
+from gpt3d.verification.cases import GPT, LLAMA
 
 S, B, H, HEAD = 8, 2, 16, 4
 CPU = torch.device("cpu")

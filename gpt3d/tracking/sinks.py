@@ -1,0 +1,98 @@
+"""Where the metrics go: the terminal, and `metrics.jsonl` in the run folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from gpt3d.tracking.metrics import Metrics
+
+
+class Console:
+    """One line a logged step; on a terminal also a progress bar under the lines."""
+
+    def __init__(self, total_steps: int, progress_bar: bool, first_step: int = 0) -> None:
+        self.total = total_steps
+        shown = progress_bar and sys.stderr.isatty()
+        self.bar = tqdm(total=total_steps, initial=first_step, unit="step", leave=False) if shown else None
+
+    def advance(self) -> None:
+        """One more step is done."""
+        if self.bar is not None:
+            self.bar.update()
+
+    def log(self, metrics: Metrics) -> None:
+        self.print(training_line(metrics, self.total) if "loss" in metrics else validation_line(metrics, self.total))
+
+    def print(self, text: str) -> None:
+        """A line of text that does not tear the progress bar."""
+        if self.bar is not None:
+            self.bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+class JsonLines:
+    """Appends each dictionary as one line, flushed at once, with the wall-clock time [s since 1970]."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("a")
+
+    def log(self, metrics: Metrics) -> None:
+        self.file.write(json.dumps({"time": round(time.time(), 3), **metrics}) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def training_line(m: Metrics, total: int) -> str:
+    """A training step as one line of text."""
+    mfu = m["mfu"]
+    return " | ".join(
+        [
+            f"step {m['step']}/{total}",
+            f"loss {m['loss']:.4f}",
+            f"lr {m['lr']:.2e}",
+            f"grad norm {m['grad_norm']:.3f}",
+            f"{m['tokens_per_s']:,.0f} tokens/s ({m['tokens_per_s_per_device']:,.0f} a device)",
+            "MFU n/a" if mfu is None else f"MFU {100 * mfu:.1f}%",
+            f"mem {m['memory_gb']:.2f} GB",
+            f"data wait {100 * (m['data_wait'] or 0):.1f}%",
+            f"{short(m['tokens'] or 0)} tokens",
+            f"ETA {clock(m['eta_s'] or 0)}",
+        ]
+        + ([f"skipped {m['skipped_steps']}"] if m["skipped_steps"] else [])
+    )
+
+
+def validation_line(m: Metrics, total: int) -> str:
+    """A validation as one line of text."""
+    loss = float(m["validation_loss"] or 0)
+    line = f"step {m['step']}/{total} | validation loss {loss:.4f} | perplexity {math.exp(min(loss, 700.0)):,.2f}"
+    entropy = m.get("unigram_entropy")
+    return line if entropy is None else f"{line} | unigram entropy {entropy:.4f}"
+
+
+def clock(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{s:02d}" if hours else f"{minutes}:{s:02d}"
+
+
+def short(count: float) -> str:
+    """614400 -> 614.4k."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return f"{count:.0f}"
