@@ -144,6 +144,15 @@ class DeepSpeedEngine:
                 dist.all_reduce(grad, group=group)
                 safe_set_full_grad(p, grad)
 
+    def held_weights(self) -> Iterator[tuple[Placement, Tensor]]:
+        for p in self.module.parameters():
+            if self.stage < 3:
+                yield placement_of(p), p.detach()
+            else:  # private; the last shard ends in padding that nobody initialises
+                shard: Tensor = p.ds_tensor
+                held = min(shard.numel(), max(0, p.ds_numel - self.layout.dp.rank * shard.numel()))
+                yield placement_of(p), shard.detach().flatten()[:held]
+
     def master_weights(self) -> Iterator[tuple[Placement, Tensor]]:
         for p in self.module.parameters():
             yield placement_of(p), safe_get_full_fp32_param(p).detach().view(placement_of(p).local_shape)

@@ -54,6 +54,9 @@ class Engine(Protocol):
     def step(self, lr: float) -> StepResult:
         """Reduce over DP (the average), clip, update with learning rate `lr`, clear gradients. Collective."""
 
+    def held_weights(self) -> Iterator[tuple[Placement, Tensor]]:
+        """Each parameter of this rank as forward uses it, under ZeRO-3 this rank's flat shard of it."""
+
     def master_weights(self) -> Iterator[tuple[Placement, Tensor]]:
         """Each parameter of this rank as updated by the optimizer: fp32, local shape. Collective over DP."""
 

@@ -103,6 +103,10 @@ class ReplicatedEngine:
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.layout.device)
         return all_reduce(total, self.layout.model).sqrt()
 
+    def held_weights(self) -> Iterator[tuple[Placement, Tensor]]:
+        for p in self.masters:
+            yield placement_of(p), p.detach()
+
     def master_weights(self) -> Iterator[tuple[Placement, Tensor]]:
         for p, master in self.masters.items():
             yield placement_of(p), master.detach()
