@@ -11,10 +11,9 @@ from torch import Tensor
 from gpt3d.checkpoint.pieces import Piece, global_pieces
 from gpt3d.checkpoint.planner import Pieces, State
 from gpt3d.config.schema import ModelConfig
+from gpt3d.model.gpt import VOCABULARY
 from gpt3d.parallel.placement import Placement
 from gpt3d.zero.fragments import Fragment, OptimizerState
-
-VOCABULARY = ("embedding.word.weight", "head.weight")  # their rows are padded, differently in different runs
 
 
 def held_state(state: OptimizerState, model: ModelConfig) -> State:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from gpt3d.checkpoint.blocks import CorruptCheckpoint, FileSums, VerifiedFile, w
 
 INDEX = "index.json"
 FORMAT = 1
+VISIBLE_SECONDS = 30.0
 BOUNCE = 1 << 24  # bytes copied from a device at once
 
 
@@ -109,6 +111,8 @@ class RawWriter(StorageWriter):
             tensors[result.index.fqn]["pieces"].append([list(at), size, location.file, location.offset])
         if sizes:
             raise RuntimeError(f"{len(sizes)} of the planned pieces were not written")
+        for name, entry in files.items():
+            _await_visible(self.folder / name, entry["size"])
         index = {"format": FORMAT, "tensors": tensors, "files": files}
         write_file(self.folder / INDEX, [memoryview(json.dumps(index, separators=(",", ":")).encode())])
 
@@ -189,6 +193,17 @@ class RawReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return Path(checkpoint_id).is_dir()
+
+
+def _await_visible(path: Path, size: int) -> None:
+    """Other nodes' files may show up late on a network file system, and never on a local one."""
+    end = time.monotonic() + VISIBLE_SECONDS
+    while not path.exists() or path.stat().st_size != size:
+        if time.monotonic() > end:
+            raise OSError(
+                f"{path}, written by another rank, is not visible here: run_dir must be on a shared file system"
+            )
+        time.sleep(0.1)
 
 
 def _host_bytes(values: Tensor) -> Iterator[memoryview]:

@@ -24,6 +24,7 @@ from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import Placement, even_range
 from gpt3d.parallel.random import derive
 
+VOCABULARY = ("embedding.word.weight", "head.weight")  # rows beyond the vocabulary are padding
 EMBEDDING_SITE = -1  # stands where a layer's number would, in the seed of a dropout mask
 
 
@@ -94,6 +95,8 @@ class GPTStage(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(make, i, model, recompute) for i in layers})
         tied = self.embedding.word.weight if model.tied_embeddings and self.embedding is not None else None
         self.head = Head(make, model, tied) if last else None
+        for parameter in self.parameters():
+            clear_padding(parameter, model.vocab_size)
         self.rotary: Rotary | None = None
         if model.position == "rope":
             self.rotary = rotary_table(model, seq_len, layout.device)
@@ -107,6 +110,14 @@ class GPTStage(nn.Module):
             else:
                 x = block(x, self.rotary, seed)
         return x if self.head is None else self.head(x, labels)
+
+
+@torch.no_grad()
+def clear_padding(parameter: nn.Parameter, vocab_size: int) -> None:
+    """Zero the rows that pad the vocabulary. They get no gradient and stay zero, so checkpoints can leave them out."""
+    place: Placement = parameter.placement  # type: ignore[attr-defined]
+    if place.name in VOCABULARY:
+        parameter[max(0, vocab_size - place.ranges[0][0]) :].zero_()
 
 
 def tied_copies(stage: nn.Module) -> Iterator[nn.Parameter]:

@@ -129,18 +129,19 @@ class ShardedState:
 
     def fragments(self) -> Iterator[Fragment]:
         optimizer = self.optimizer
-        for p in self.module.parameters():
+        parameter: Any
+        for parameter in self.module.parameters():
             # private: which group's flat buffer holds this rank's shard of p, and where
-            group, offset, _ = optimizer.grad_position[optimizer.get_param_id(p)]
-            shard = p.partition_numel()  # type: ignore[operator]
-            held = min(shard, p.ds_numel - self.dp.rank * shard)  # type: ignore[operator]
+            group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            shard = parameter.partition_numel()
+            held = min(shard, parameter.ds_numel - self.dp.rank * shard)
             if held <= 0:
                 continue
             flat = optimizer.fp32_partitioned_groups_flat[group]
             state = _adam_state(optimizer.optimizer, flat)
             tensors = {"weights": flat.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
             views = {k: t.narrow(0, offset, held) for k, t in tensors.items()}
-            yield Fragment(placement_of(p), self.dp.rank * shard, views)
+            yield Fragment(placement_of(parameter), self.dp.rank * shard, views)
 
     @property
     def steps(self) -> int:
