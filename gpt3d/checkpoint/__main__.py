@@ -50,7 +50,7 @@ def show_checkpoint(path: Path, tensors: bool) -> int:
     print(f"{path}\n{(path / folder.SUMMARY).read_text()}", end="")
     if tensors:
         saved = SavedTensors(path)
-        for key in saved.keys():
+        for key in saved.tensors:
             print(f"{key:<60} {'x'.join(map(str, saved.shape(key)))}")
     return 0
 
@@ -65,7 +65,7 @@ def verify(path: Path) -> int:
     if damages:
         print("\n".join(damages))
         return 1
-    print(f"{path}: whole; {len(saved.sums)} files, {saved.size / 1e9:.3f} GB, {len(saved.keys())} tensors")
+    print(f"{path}: whole; {len(saved.sums)} files, {saved.size / 1e9:.3f} GB, {len(saved.tensors)} tensors")
     return 0
 
 
@@ -79,7 +79,7 @@ def diff(a: Path, b: Path) -> int:
     for line in lines:
         print(line)
     differing = []
-    for key in sorted({*one.keys(), *other.keys()}):
+    for key in sorted({*one.tensors, *other.tensors}):
         if key not in one.tensors or key not in other.tensors:
             differing.append(f"{key}: only in {b if key in other.tensors else a}")
         elif one.shape(key) != other.shape(key):
@@ -89,7 +89,7 @@ def diff(a: Path, b: Path) -> int:
             if not np.array_equal(x.view(np.uint32), y.view(np.uint32)):
                 differing.append(f"{key}: largest difference {np.abs(x - y).max():.3g}")
     print("\n".join(differing[:SHOWN]) + (f"\n... and {len(differing) - SHOWN} more" if differing[SHOWN:] else ""))
-    print(f"{len(differing)} of {len({*one.keys(), *other.keys()})} tensors differ, {len(lines)} other values")
+    print(f"{len(differing)} of {len({*one.tensors, *other.tensors})} tensors differ, {len(lines)} other values")
     return 1 if differing else 0
 
 

@@ -30,9 +30,6 @@ class SavedTensors:
         self.sums = {name: FileSums(entry["size"], entry["crc32"]) for name, entry in index["files"].items()}
         self.open: dict[str, VerifiedFile] = {}
 
-    def keys(self) -> list[str]:
-        return list(self.tensors)
-
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self.tensors[key]["shape"])
 

@@ -95,7 +95,7 @@ def start(
     run_dir: Path | str,
     grace: float = GRACE_SECONDS,
 ) -> Any:
-    """Train: `rank_main(config)` on `nprocs` local ranks, logs in `run_dir/logs`; returns the result of rank 0."""  # fmt: skip
+    """Train: `rank_main(config)` on `nprocs` local ranks, logs in `run_dir/logs`; returns the result of rank 0."""
     extra, logs = config.get("cluster", {}).get("env", {}), Path(run_dir) / "logs"
     return run_ranks(rank_main, config, nprocs=nprocs, device=device, grace=grace, log_dir=logs, env=extra)[0]
 

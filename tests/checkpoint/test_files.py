@@ -111,7 +111,7 @@ def test_blocks_are_checked_where_they_are_read(tmp_path: Path) -> None:
 
 def test_whole_tensors_without_torch(original: Path) -> None:
     saved = SavedTensors(original)
-    for key in saved.keys():
+    for key in saved.tensors:
         assert np.array_equal(saved.read(key), simulated.truth(key, saved.shape(key)).numpy())
 
 
@@ -205,7 +205,7 @@ def test_another_model_is_refused_by_name(original: Path) -> None:
     metadata.state_dict_metadata["weights/final_norm.weight"].chunks.pop()  # type: ignore[union-attr]
     planner = PieceLoadPlanner()
     planner.set_up_planner(simulated.held_state(simulated.ranks(Case())[0], CASE.config().model), metadata)
-    with pytest.raises(CheckpointError, match="of the .* elements wanted of weights/final_norm"):
+    with pytest.raises(CheckpointError, match=r"of the .* elements wanted of weights/final_norm"):
         planner.create_local_plan()
 
 

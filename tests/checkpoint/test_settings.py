@@ -67,7 +67,7 @@ def test_what_is_learned_changes_only_when_accepted(override: str) -> None:
 
 
 def test_another_model_is_refused_whatever_is_accepted() -> None:
-    with pytest.raises(ConfigError, match="model.num_layers=6") as error:
+    with pytest.raises(ConfigError, match=r"model\.num_layers=6") as error:
         compare([], ["model.num_layers=6", "model.rope_theta=7.0", "checkpoint.accept_changes=[model]"])
     assert len(error.value.problems) == 2
     assert compare([], ["model.vocab_multiple=64"]) == ["model.vocab_multiple: 128 -> 64"]
