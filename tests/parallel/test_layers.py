@@ -1,4 +1,4 @@
-"""Each parallel layer against the plain one: forward, input and weight gradients, TP 2 and 4, SP on and off."""
+"""Each parallel layer against the plain one: output, input gradient, weight gradients; TP 2 and 4, SP on and off."""
 
 from __future__ import annotations
 

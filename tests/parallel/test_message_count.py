@@ -21,8 +21,8 @@ from gpt3d.model.mlp import MLP
 from gpt3d.model.rotary import rotary_table
 from gpt3d.parallel.layers import Factory
 from gpt3d.parallel.layout import Sizes, create_layout
+from gpt3d.verification.cases import GPT, LLAMA, SEQ
 from tests.parallel.counting import counted_collectives
-from tests.parity.compare import GPT, LLAMA, SEQ
 
 Counts = tuple[dict[str, int], dict[str, int]]
 

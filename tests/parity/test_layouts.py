@@ -44,7 +44,7 @@ PIPELINES = [
     Case(tp=2, pp=2, dp=2, sp=True, family="gpt", zero=1),
     Case(tp=2, pp=2, dp=2, sp=True, family="llama_tied", zero=3, micro=1),
     Case(pp=2, layers=(3, 1), family="gpt", zero=2),
-    Case(pp=4, layers=(1, 0, 2, 1), family="llama_tied", zero=1),
+    Case(pp=2, layers=(1, 3), family="llama_tied", zero=1, micro=1),
     Case(tp=2, pp=2, dp=2, schedule="interleaved", chunks=2, zero=2, micro=1),
 ]
 OPTIONS = [
