@@ -142,8 +142,8 @@ def live_tensors(case: Case, steps: tuple[int, ...]) -> list[tuple[int, int]]:
         learner.step(rows(4, case.micro, step), LR)
         if step in steps:
             gc.collect()
-            alive = [x for x in gc.get_objects() if isinstance(x, Tensor)]
-            found.append((len(alive), sum(x.nbytes for x in alive)))
+            sizes = [x.nbytes for x in gc.get_objects() if issubclass(type(x), Tensor)]
+            found.append((len(sizes), sum(sizes)))
     return found
 
 

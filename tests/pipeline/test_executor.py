@@ -1,4 +1,4 @@
-"""The executor on real ranks: memory bound, order independent of timing, rows that stay together, overflow on a stage."""
+"""The executor on ranks: memory bound, order independent of timing, rows that stay together, overflow on a stage."""
 
 from __future__ import annotations
 
