@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from gpt3d.config.arithmetic import num_microbatches, stage_layers
 from gpt3d.config.schema import ModelConfig, RunConfig
-from gpt3d.model.flops import layer_parameters
+from gpt3d.model.flops import layer_parameters, norm_parameters
 
 GB = 2**30
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -49,7 +49,7 @@ def stage_parameters(config: RunConfig, stage: int) -> int:
     if first:
         count += rows + (model.max_seq_len * model.hidden_size if model.position == "learned" else 0)
     if last:
-        count += model.hidden_size * (2 if model.norm == "layernorm" and model.bias else 1)
+        count += norm_parameters(model)
         count += 0 if model.tied_embeddings and first else rows
     return count
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from conftest import Options
 
 from gpt3d.config.arithmetic import World
 from gpt3d.config.load import compose, conf_dir
@@ -13,6 +12,7 @@ from gpt3d.config.overrides import group_options
 from gpt3d.config.rules import check, limits
 from gpt3d.config.schema import RunConfig, leaves
 from gpt3d.model.flops import parameter_count
+from tests.config.conftest import Options
 
 
 def test_every_option_composes_within_its_limits(options: Options) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Make, Options
 
 from gpt3d.config.load import compose
 from gpt3d.config.schema import ModelConfig
 from gpt3d.model.flops import hardware_flops_per_token, layer_parameters, model_flops_per_token, parameter_count
 from gpt3d.planner.hardware import lookup, peak_tflops
 from gpt3d.planner.memory import layer_activations, layers_in_flight, memory_by_stage, stage_parameters, worst_rank
+from tests.config.conftest import Make, Options
 
 
 def gpt(**changes: object) -> ModelConfig:
@@ -104,6 +104,24 @@ class TestParameters:
     def test_padding_is_counted_apart(self, options: Options) -> None:
         model = options["model=125m"].model
         assert parameter_count(model, padded=True) - parameter_count(model) == (50304 - 50257) * 768
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "family", [{}, {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}]
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_built_model_has_as_many_parameters(bias: bool, tied: bool, family: dict[str, object]) -> None:
+    import torch
+
+    from gpt3d.model.gpt import GPTStage
+    from gpt3d.parallel.layout import single_process_layout
+
+    model = gpt(bias=bias, tied_embeddings=tied, vocab_size=500, **family)
+    built = GPTStage(
+        model, single_process_layout(), range(2), first=True, last=True, seq_len=128, dtype=torch.float32, seed=0
+    )  # fmt: skip
+    assert sum(p.numel() for p in built.parameters()) == parameter_count(model, padded=True)
 
 
 class TestMemory:

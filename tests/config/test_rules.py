@@ -7,13 +7,14 @@ import pickle
 from typing import Any
 
 import pytest
-from conftest import Make
 
 from gpt3d.config.arithmetic import World, num_microbatches, resolve_dp, stage_layers
 from gpt3d.config.deepspeed import extra_keys
 from gpt3d.config.notes import batch_in_words, notes
 from gpt3d.config.problems import ConfigError, Problem
 from gpt3d.config.rules import check, check_vocabulary, require_valid
+from gpt3d.zero.ds_config import derive_ds_config
+from tests.config.conftest import Make
 
 ANY = World()
 
@@ -304,6 +305,10 @@ class TestZeroAndPrecision:
         assert check(config, ANY) == []
         expected = {"zero_optimization": {"ignore_unused_parameters": False}, "comms_logger": {"enabled": True}}
         assert extra_keys(config) == expected
+        derived = derive_ds_config(config)
+        assert derived["comms_logger"] == {"enabled": True} and "train_batch_size" not in derived
+        assert derived["zero_optimization"]["ignore_unused_parameters"] is False
+        assert derived["gradient_accumulation_steps"] == 1
 
 
 def test_decay_before_the_end_of_warm_up(make: Make) -> None:
