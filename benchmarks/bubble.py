@@ -3,9 +3,9 @@
     python benchmarks/bubble.py [--limit 1.06] [--repeats 3] [--kinds 1f1b zb_h1]
 
 Each stage sleeps 20 ms for a forward and 40 ms for a backward of a microbatch (20 + 20 ms in halves; divided by the
-chunks when interleaved), and sends activations of 393 KB over gloo. Ideal: the simulator's makespan with these times and
-free messages, (m + p - 1) x 60 ms for 1F1B. On a busy machine sleeps last longer than asked; the last column compares
-with the ideal for the times they really took. Exit code 1 if a step takes longer than `--limit` times the ideal.
+chunks when interleaved), and sends activations of 393 KB over gloo. Ideal: the simulator's makespan with these times
+and free messages, (m + p - 1) x 60 ms for 1F1B. On a busy machine sleeps last longer than asked; the last column
+compares with the ideal for the times they really took. Exit code 1 if a step takes over `--limit` times the ideal.
 """
 
 from __future__ import annotations
