@@ -1,7 +1,7 @@
 """Train a GPT: `python -m gpt3d.train [group=option] [key=value]`.
 
-In a plain shell the ranks are started on this machine; under torchrun, srun or mpirun this process joins as one of them.
-The configuration is composed once, checked as a whole, and given to every rank.
+In a plain shell the ranks are started on this machine; under torchrun, srun or mpirun this process joins as one of
+them. The configuration is composed once, checked as a whole, and given to every rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ def main() -> None:
 
     if (world := joining()) is not None:
         join_world(world, compose_on_rank_0, train_rank)
-    run_cli(train_here, HELP, check=check_here)
+    try:
+        run_cli(train_here, HELP, check=check_here)
+    except KeyboardInterrupt:
+        print("gpt3d: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def train_here(config: RunConfig) -> float | None:

@@ -136,26 +136,29 @@ class Trainer:
         }
         self.loss_sum, self.loss_tokens = torch.zeros_like(self.loss_sum), 0
         if not math.isfinite(loss):
-            raise TrainingStopped(
-                f"the loss is {loss} at step {self.step}: training has diverged. Usual remedies: a smaller optimizer.lr "
-                f"({self.config.optimizer.lr}), a longer lr.warmup_steps ({self.config.lr.warmup_steps}), gradient "
-                f"clipping (optimizer.grad_clip={self.config.optimizer.grad_clip}), precision=bf16 instead of fp16"
-            )
+            raise TrainingStopped(f"the loss is {loss} at step {self.step}: training has diverged. {self._remedies()}")
         return metrics
 
     def _watch_skips(self, outcome: Outcome) -> None:
         """Count steps without an update; all ranks see the same ones and stop together when there are too many."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if outcome.skipped else 0
         self.skipped += outcome.skipped
+        scale = f"; loss scale {self.learner.engine.loss_scale:g}" if self.config.precision.dtype == "fp16" else ""
         if outcome.skipped:
             why = "its gradients are not finite" if outcome.tokens else "its batch has no target tokens"
-            self.say(f"step {self.step} skipped: {why}; loss scale {self.learner.engine.loss_scale:g}")
+            self.say(f"step {self.step} skipped: {why}{scale}")
         limit = self.config.precision.max_skipped_steps
         if self.skipped_in_a_row >= limit:
             raise TrainingStopped(
-                f"{limit} steps in a row were skipped (precision.max_skipped_steps={limit}), the loss scale is "
-                f"{self.learner.engine.loss_scale:g}: nothing is learned. Try precision=bf16, or a smaller optimizer.lr"
+                f"{limit} steps in a row were skipped (precision.max_skipped_steps={limit}){scale}. " + self._remedies()
             )
+
+    def _remedies(self) -> str:
+        o, warmup = self.config.optimizer, self.config.lr.warmup_steps
+        return (
+            f"Usual remedies: a smaller optimizer.lr={o.lr:g}, a longer lr.warmup_steps={warmup}, gradient clipping "
+            f"(optimizer.grad_clip={o.grad_clip:g}), precision=bf16 instead of fp16"
+        )
 
     def validate(self) -> None:
         """Loss on the first `trainer.eval_batches` global batches of the held-out text."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gpt3d.config.arithmetic import World, available_ranks, device_of, num_microbatches, resolve_dp, total_ranks
 from gpt3d.config.schema import RunConfig
-from gpt3d.planner.memory import GB, worst_rank
+from gpt3d.planner.memory import GB, size, worst_rank
 
 
 def batch_in_words(config: RunConfig, dp: int) -> str:
@@ -42,9 +42,9 @@ def _choices(config: RunConfig, world: World) -> Iterator[str]:
         bubble = (parallel.pp - 1) / (count * chunks + parallel.pp - 1)
         yield f"pipeline bubble {bubble:.0%} of a step: {count} microbatches over {parallel.pp} stages; more shrink it"
     if device == "cuda" and config.cluster.gpu_memory_gb:
-        need = worst_rank(config, dp).device / GB
-        full = " and may not fit" if need > 0.92 * config.cluster.gpu_memory_gb else ""
-        yield f"about {need:,.1f} of {config.cluster.gpu_memory_gb:g} GB on the fullest GPU{full}"
+        need = worst_rank(config, dp).device
+        full = " and may not fit" if need > 0.92 * config.cluster.gpu_memory_gb * GB else ""
+        yield f"about {size(need)} of {config.cluster.gpu_memory_gb:g} GB on the fullest GPU{full}"
     if device == "cpu" and config.precision.dtype == "bf16":
         yield "bf16 on a CPU without AMX is many times slower than fp32; it is meant for tests"
     if device == "cuda" and config.precision.dtype == "fp32":

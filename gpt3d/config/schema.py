@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, Optional, get_args, get_type_hints
 
 from omegaconf import MISSING
@@ -144,13 +145,47 @@ class LrConfig:
 
 
 @dataclass
-class DataConfig:
-    """Where the text comes from and how it is cut."""
+class HfConfig:
+    """Arguments of `datasets.load_dataset`; `streaming` trains from the stream without preparing it."""
 
-    source: str = one_of("shakespeare", "synthetic")
+    path: Optional[str] = None
+    name: Optional[str] = None
+    split: str = "train"
+    revision: Optional[str] = None
+    data_files: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+    streaming: bool = False
+    streams: int = number(64, low=1)
+    validation_tokens: int = number(1_000_000, low=2)
+
+
+@dataclass
+class SourceConfig:
+    """One corpus: where its text is, and how documents become tokens on disk."""
+
+    source: str = one_of("shakespeare", "stdlib", "synthetic", "files", "hf", "tokens", "blend")
+    paths: list[str] = field(default_factory=list)
+    validation_paths: list[str] = field(default_factory=list)
+    text_column: str = "text"
+    txt_documents: str = one_of("file", "line", default="file")
+    token_dtype: str = one_of("uint8", "uint16", "int32", "uint32", default="uint16")
+    on_error: str = one_of("raise", "skip", "replace", default="raise")
+    deduplicate: bool = False
+    shuffle_documents: bool = False
+    hf: HfConfig = field(default_factory=HfConfig)
+
+
+@dataclass
+class DataConfig(SourceConfig):
+    """The text of a run and how it is cut. `blend` holds, by name, `weight` and the SourceConfig keys of each part."""
+
     seq_len: int = number(low=1)
     seed: int = number(0, low=0)
     validation_fraction: float = number(0.05, low=0.0, high=0.9)
+    packing: str = one_of("concat", "best_fit", default="concat")
+    document_masks: bool = False
+    blend: dict[str, Any] = field(default_factory=dict)
+    workers: Optional[int] = number(None, low=1)
     cache_dir: Optional[str] = None
 
 
@@ -158,7 +193,12 @@ class DataConfig:
 class TokenizerConfig:
     """How text becomes token ids."""
 
-    kind: str = one_of("bytes", "shakespeare_bpe")
+    kind: str = one_of("bytes", "shakespeare_bpe", "gpt2", "hf", "trained")
+    path: Optional[str] = None
+    revision: Optional[str] = None
+    eod_token: Optional[str] = None
+    vocab_size: int = number(8192, low=258)
+    train_bytes: int = number(100_000_000, low=1)
 
 
 @dataclass
@@ -259,12 +299,17 @@ class Leaf:
         return getattr(self.type, "__origin__", None) is dict
 
 
-def leaves(cls: type = RunConfig, prefix: str = "") -> Iterator[Leaf]:
+@cache
+def leaves() -> tuple[Leaf, ...]:
     """Every key of the schema, in order."""
+    return tuple(_walk(RunConfig, ""))
+
+
+def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
     hints = get_type_hints(cls)
     for item in fields(cls):
         key, hint = prefix + item.name, hints[item.name]
         if is_dataclass(hint):
-            yield from leaves(hint, key + ".")  # type: ignore[arg-type]
+            yield from _walk(hint, key + ".")  # type: ignore[arg-type]
         else:
             yield Leaf(key, hint, item.metadata)

@@ -23,7 +23,7 @@ SLOW_IMPORTS = (
 def prepare_deepspeed(device: str) -> None:
     """Import DeepSpeed for "cpu" or "cuda". Call it before anything else imports DeepSpeed."""
     os.environ["DS_ACCELERATOR"] = device  # DeepSpeed's own detection looks for every vendor's tools and logs about it
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     disabled = logging.root.manager.disable
     logging.disable(logging.INFO)  # it tries a compiler on small files, and says so
     try:

@@ -61,6 +61,9 @@ class Case:
     dtype: str = "fp32"
     grad_dtype: str = "fp32"
     layers: tuple[int, ...] | None = None
+    clip: float = CLIP
+    persist: int = 0
+    prefetch: int = 2000
     options: tuple[tuple[str, Any], ...] = field(default=())
 
     @property
@@ -86,11 +89,11 @@ class Case:
             pipeline=PipelineConfig(schedule=self.schedule, chunks=self.chunks),
             zero=ZeroConfig(
                 stage=self.zero, offload_optimizer=self.offload_optimizer, offload_param=self.offload_param,
-                reduce_bucket_size=3000, allgather_bucket_size=5000, prefetch_bucket_size=2000,
-                param_persistence_threshold=0, **dict(self.options),
+                reduce_bucket_size=3000, allgather_bucket_size=5000, prefetch_bucket_size=self.prefetch,
+                param_persistence_threshold=self.persist, **dict(self.options),
             ),
             precision=PrecisionConfig(dtype=self.dtype, grad_dtype=self.grad_dtype),
-            optimizer=OptimizerConfig(lr=LR, grad_clip=CLIP, eps=EPS),
+            optimizer=OptimizerConfig(lr=LR, grad_clip=self.clip, eps=EPS),
             trainer=TrainerConfig(steps=STEPS, global_batch_size=ROWS, micro_batch_size=self.micro),
             data=DataConfig(source="synthetic", seq_len=SEQ),
             recompute=self.recompute,

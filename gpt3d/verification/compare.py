@@ -18,7 +18,7 @@ from gpt3d.parallel import device
 from gpt3d.parallel.layout import Sizes, create_layout, single_process_layout
 from gpt3d.parallel.placement import Placement, placement_of
 from gpt3d.verification import reference
-from gpt3d.verification.cases import ROWS, SEQ, STEPS, VOCAB, Case
+from gpt3d.verification.cases import CLIP, ROWS, SEQ, STEPS, VOCAB, Case
 
 
 class Disagreement(AssertionError):
@@ -105,9 +105,9 @@ def full_initial_weights(config: RunConfig) -> dict[str, Tensor]:
 
 
 @lru_cache
-def plain_result(family: str) -> Result:
+def plain_result(family: str, clip: float = CLIP) -> Result:
     """`train_plain` of a test family, kept."""
-    return train_plain(Case(family=family).config())
+    return train_plain(Case(family=family, clip=clip).config())
 
 
 @lru_cache
