@@ -149,8 +149,9 @@ class DeepSpeedEngine:
             if self.stage < 3:
                 yield placement_of(p), p.detach()
             else:  # private; the last shard ends in padding that nobody initialises
-                shard: Tensor = p.ds_tensor
-                held = min(shard.numel(), max(0, p.ds_numel - self.layout.dp.rank * shard.numel()))
+                shard: Tensor = p.ds_tensor  # type: ignore[attr-defined]
+                total: int = p.ds_numel  # type: ignore[attr-defined]
+                held = min(shard.numel(), max(0, total - self.layout.dp.rank * shard.numel()))
                 yield placement_of(p), shard.detach().flatten()[:held]
 
     def master_weights(self) -> Iterator[tuple[Placement, Tensor]]:
