@@ -12,6 +12,7 @@ from torch import Tensor
 from gpt3d.config.schema import RunConfig
 from gpt3d.model.build import build_chunks
 from gpt3d.parallel.collectives import all_gather_last, all_reduce
+from gpt3d.parallel.copies import check_copies
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.random import derive
 from gpt3d.pipeline.executor import Executor, Microbatch
@@ -45,7 +46,7 @@ class Learner:
     """Trains the model of `config` on this rank of `layout`; every rank calls the same methods in the same order."""
 
     def __init__(self, config: RunConfig, layout: Layout) -> None:
-        self.layout, self.seed = layout, config.seed
+        self.layout, self.seed, self.zero_stage = layout, config.seed, config.zero.stage
         self.engine = new_engine(config, layout, build_chunks(config, layout))
         self.seq_len, self.micro_batch_size = config.data.seq_len, config.trainer.micro_batch_size
         self.padded_vocab_size = config.model.padded_vocab_size
@@ -54,6 +55,8 @@ class Learner:
         chunks = config.pipeline.chunks
         transport = connect(layout, shape, DTYPES[config.precision.dtype], ring=chunks > 1)
         self.executor = Executor(layout, self.engine, transport, config.pipeline.schedule, chunks)
+        rows = config.trainer.global_batch_size // layout.dp.size
+        self.executor.actions(rows // self.micro_batch_size)  # an impossible schedule is refused before the first step
 
     def step(self, rows: Sequence[Rows], lr: float) -> Outcome:
         """One optimizer step on this replica's microbatches.
@@ -84,6 +87,10 @@ class Learner:
     def _ignored_rows(self) -> Rows:
         shape = (self.micro_batch_size, self.seq_len)
         return Rows(torch.zeros(shape, dtype=torch.long), torch.full(shape, -100), 0)
+
+    def check_copies(self) -> None:
+        """Raise CopiesDiffer unless all ranks that hold the same part of a parameter hold the same bits. Collective."""
+        check_copies(self.engine.held_weights(), self.layout, sharded_over_dp=self.zero_stage == 3)
 
     def next_token_logits(self, ids: Sequence[int]) -> Tensor:
         """Logits [V] (fp32, CPU) of the token after `ids` (at most `seq_len` of them). Collective; equal everywhere.

@@ -33,7 +33,7 @@ def world(
     except RankFailed as failure:
         if failure.error_type == "Skipped":
             pytest.skip(str(failure))
-        raise
+        raise failure.with_traceback(None) from None  # the launcher's frames say nothing about the test
 
 
 def _in_group(body: Callable[[], Any], timeout: float, init: bool) -> Any:

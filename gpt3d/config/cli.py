@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gpt3d.config.load import compose, conf_dir, register_schema, to_typed
 from gpt3d.config.overrides import REFUSALS, diagnose, group_options, quote_overrides
@@ -31,52 +33,68 @@ def run_cli(
 ) -> None:
     """Compose the configuration from sys.argv and call `task` with it, once or once a job of a sweep.
 
-    `check` may raise ConfigError; for a plain run it is called before Hydra makes a run folder, in a sweep before each job.
+    `check` may raise ConfigError; a plain run calls it before Hydra makes a run folder, a sweep before each job.
     A refused configuration is one message on stderr and exit code 2. `task` ends the process with sys.exit for another
     code; its other exceptions pass through. `help_text` opens what `--help` prints.
     """
     argv = sys.argv[1:]
-    if argv and argv[0] in ("--help", "-h"):
+    if "--help" in argv or "-h" in argv:
         print(full_help(help_text, config_name))
         return
     register_schema()
-    completion = "-sc" in argv or "--shell-completion" in argv
-    argv = argv if completion else quote_overrides(argv, conf_dir())
-    sys.argv[1:] = argv
-    raised_by_task: list[BaseException] = []
+    if "-sc" not in argv and "--shell-completion" not in argv:
+        argv = _overrides_first(quote_overrides(argv, conf_dir()))
+        sys.argv[1:] = argv
+    plain = not any(argument.startswith("-") for argument in argv)
+    failure: list[tuple[BaseException, TracebackType | None]] = []
 
     def job(config: DictConfig) -> Any:
         try:
             typed = to_typed(config)
-            if check is not None:
+            if check is not None and not plain:
                 check(typed)
             return task(typed)
         except BaseException as error:
-            raised_by_task.append(error)
+            if isinstance(error, ConfigError):  # at once: of a sweep, Hydra reports only the first failure, at the end
+                print(error, file=sys.stderr)
+            failure.append((error, error.__traceback__))
             raise
 
     try:
-        if check is not None and not any(argument.startswith("-") for argument in argv):
+        if check is not None and plain:
             check(compose(argv, config_name))
         _with_full_errors(hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(job))
-    except ConfigError as error:
-        _refuse(error)
-    except REFUSALS as error:
-        if error in raised_by_task or _user_wants_traceback():
+    except Exception as error:
+        traceback = next((stack for raised, stack in failure if raised is error), None)
+        if isinstance(error, ConfigError):
+            if traceback is None:
+                print(error, file=sys.stderr)
+        elif traceback is not None:
+            raise error.with_traceback(traceback) from error.__cause__  # without Hydra's frames
+        elif not isinstance(error, REFUSALS) or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        sweep = "-m" in argv or "--multirun" in argv
-        overrides = _positional(argv)
-        _refuse(ConfigError(diagnose(overrides, error, [conf_dir(), *_config_dirs(argv)], sweep)))
+        else:
+            sweep = "-m" in argv or "--multirun" in argv
+            folders = [conf_dir(), *_config_dirs(argv)]
+            print(ConfigError(diagnose(_split(argv)[0], error, folders, sweep)), file=sys.stderr)
+        sys.exit(USAGE_ERROR)
 
 
 def full_help(help_text: str, config_name: str = "config") -> str:
     """The text of `--help`: the command, the groups with their options, and how to go on."""
     groups = group_options([conf_dir()])
     width = max(map(len, groups))
-    listed = "\n".join(f"  {group:<{width}}  {' '.join(options)}" for group, options in groups.items())
+    taken: dict[str, Any] = {}
+    file = conf_dir() / f"{config_name}.yaml"
+    for default in OmegaConf.to_container(OmegaConf.load(file))["defaults"]:  # type: ignore[call-overload,index]
+        taken |= default if isinstance(default, Mapping) else {}
+    listed = "\n".join(
+        f"  {group:<{width}}  " + " ".join(f"[{name}]" if name == taken.get(group) else name for name in options)
+        for group, options in groups.items()
+    )
     return f"""{help_text.strip()}
 
-Configuration groups, chosen with group=option (what is taken by default: {conf_dir() / (config_name + ".yaml")}):
+Configuration groups, chosen with group=option; the default is in brackets (files: {conf_dir()}):
 {listed}
 
 Change a key:     group.key=value        optimizer.lr=1e-4  trainer.steps=1000
@@ -100,30 +118,28 @@ def _with_full_errors(main: Callable[[], Any]) -> None:
             os.environ["HYDRA_FULL_ERROR"] = before
 
 
-def _user_wants_traceback() -> bool:
-    return os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
-
-
-def _refuse(error: ConfigError) -> None:
-    print(error, file=sys.stderr)
-    sys.exit(USAGE_ERROR)
-
-
 # Hydra's flags that take a value.
 _VALUE_FLAGS = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p", "--cfg", "-c")
 
 
-def _positional(argv: list[str]) -> list[str]:
-    """The overrides among the arguments."""
-    return [
-        argument
-        for before, argument in zip(["", *argv], argv, strict=False)
-        if not argument.startswith("-") and before not in (*_VALUE_FLAGS, "--info", "-i")
-    ]
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Arguments as (overrides, flags with their values)."""
+    overrides: list[str] = []
+    flags: list[str] = []
+    for before, argument in pairwise(["", *argv]):
+        value = before in _VALUE_FLAGS or (before in ("--info", "-i") and "=" not in argument)
+        (flags if argument.startswith("-") or value else overrides).append(argument)
+    return overrides, flags
+
+
+def _overrides_first(argv: list[str]) -> list[str]:
+    """Hydra 1.3 refuses overrides on both sides of a flag (`a=1 -m b=2,3`): put them together."""
+    overrides, flags = _split(argv)
+    return [*overrides, *flags]
 
 
 def _config_dirs(argv: list[str]) -> list[Path]:
     """Folders given with --config-dir: their options are valid names too."""
-    after = [argument for before, argument in zip(argv, argv[1:], strict=False) if before in ("--config-dir", "-cd")]
+    after = [argument for before, argument in pairwise(argv) if before in ("--config-dir", "-cd")]
     joined = [argument.partition("=")[2] for argument in argv if argument.startswith("--config-dir=")]
     return [Path(folder) for folder in after + joined]

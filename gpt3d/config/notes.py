@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gpt3d.config.arithmetic import World, available_ranks, device_of, num_microbatches, resolve_dp, total_ranks
 from gpt3d.config.schema import RunConfig
-from gpt3d.planner.memory import GB, worst_rank
+from gpt3d.planner.memory import GB, size, worst_rank
 
 
 def batch_in_words(config: RunConfig, dp: int) -> str:
@@ -36,23 +36,23 @@ def _choices(config: RunConfig, world: World) -> Iterator[str]:
         copies = parallel.tp // model.num_kv_heads
         yield f"each of the {model.num_kv_heads} KV heads is copied to {copies} ranks, since tp is {parallel.tp}"
     if (rows := model.padded_vocab_size - model.vocab_size) > 0:
-        yield f"{rows} rows of padding in the vocabulary ({model.padded_vocab_size}, model.vocab_multiple={model.vocab_multiple})"
+        yield f"{rows} padding rows bring the vocabulary to {model.padded_vocab_size} (model.vocab_multiple)"
     if parallel.pp > 1:
         count, chunks = num_microbatches(config, dp), config.pipeline.chunks
         bubble = (parallel.pp - 1) / (count * chunks + parallel.pp - 1)
-        yield f"pipeline bubble {bubble:.0%} of a step, (pp - 1) / (microbatches x chunks + pp - 1); more microbatches shrink it"
+        yield f"pipeline bubble {bubble:.0%} of a step: {count} microbatches over {parallel.pp} stages; more shrink it"
     if device == "cuda" and config.cluster.gpu_memory_gb:
-        need = worst_rank(config, dp).device / GB
-        full = " and may not fit" if need > 0.92 * config.cluster.gpu_memory_gb else ""
-        yield f"about {need:,.1f} of {config.cluster.gpu_memory_gb:g} GB on the fullest GPU{full}"
+        need = worst_rank(config, dp).device
+        full = " and may not fit" if need > 0.92 * config.cluster.gpu_memory_gb * GB else ""
+        yield f"about {size(need)} of {config.cluster.gpu_memory_gb:g} GB on the fullest GPU{full}"
     if device == "cpu" and config.precision.dtype == "bf16":
         yield "bf16 on a CPU without AMX is many times slower than fp32; it is meant for tests"
     if device == "cuda" and config.precision.dtype == "fp32":
         yield "precision fp32 leaves the tensor cores' bf16 rate unused; precision=bf16 is the usual choice on a GPU"
     if model.position == "rope" and config.data.seq_len > model.max_seq_len:
-        yield f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len={model.max_seq_len}; rotary embeddings allow it"
-    if config.lr.warmup_steps >= config.trainer.steps > 0:
-        yield f"the run ends inside the warm-up: lr.warmup_steps={config.lr.warmup_steps}, trainer.steps={config.trainer.steps}"
+        yield f"sequences of {config.data.seq_len} tokens are longer than model.max_seq_len={model.max_seq_len}"
+    if (warmup := config.lr.warmup_steps) >= (steps := config.trainer.steps) > 0:
+        yield f"the run ends inside the warm-up: lr.warmup_steps={warmup}, trainer.steps={steps}"
 
 
 def _without_effect(config: RunConfig, world: World) -> Iterator[str]:

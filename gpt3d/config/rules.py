@@ -27,7 +27,7 @@ from gpt3d.config.arithmetic import (
 from gpt3d.config.deepspeed import contradictions
 from gpt3d.config.problems import ConfigError, Problem, nearest
 from gpt3d.config.schema import RunConfig, leaves
-from gpt3d.planner.memory import GB, describe_need, run_memory, worst_rank
+from gpt3d.planner.memory import GB, describe_need, run_memory, size, worst_rank
 
 Rule = Callable[[RunConfig, World], Iterator[Problem]]
 
@@ -212,7 +212,7 @@ def machine(config: RunConfig, world: World) -> Iterator[Problem]:
     if per_node is None and device_of(config.cluster, world) == "cuda" and world.ranks is None:
         per_node = world.gpus
     crosses = per_node is not None and total_ranks(config, world) > per_node and per_node % parallel.tp != 0
-    if crosses and not parallel.allow_cross_node_tp:
+    if crosses and not parallel.allow_cross_node_tp and not _too_few(config, world):
         why = f"a node has {per_node} ranks, so tp groups would span nodes and every layer would wait for the network"
         legal = [tp for tp in legal_tp(config.model) if per_node and per_node % tp == 0]
         yield Problem("parallel.tp", parallel.tp, why, f"one of {legal}, or parallel.allow_cross_node_tp=true")
@@ -231,10 +231,15 @@ def memory(config: RunConfig, world: World) -> Iterator[Problem]:
         )
     local_nodes = 1 if world.ranks is None or not world.ranks_per_node else world.ranks // world.ranks_per_node
     if device == "cpu" and world.host_memory_gb is not None:
-        total = run_memory(config, dp) / max(1, local_nodes) / GB
-        if total > world.host_memory_gb:
-            why = f"the ranks on this machine need about {total:,.0f} GB and it has {world.host_memory_gb:,.0f} GB. "
-            yield Problem("model", None, why + describe_need(config, dp), "a smaller model, or GPUs: see cluster=")
+        total = run_memory(config, dp) / max(1, local_nodes)
+        if total > world.host_memory_gb * GB:
+            why = f"the ranks on this machine need about {size(total)} and it has {size(world.host_memory_gb * GB)}. "
+            yield Problem(
+                "model",
+                None,
+                why + describe_need(config, dp),
+                "a smaller model; for GPUs, start it on them (cluster=..., precision=bf16)",
+            )
 
 
 def batch(config: RunConfig, world: World) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, Optional, get_args, get_type_hints
 
 from omegaconf import MISSING
@@ -298,12 +299,17 @@ class Leaf:
         return getattr(self.type, "__origin__", None) is dict
 
 
-def leaves(cls: type = RunConfig, prefix: str = "") -> Iterator[Leaf]:
+@cache
+def leaves() -> tuple[Leaf, ...]:
     """Every key of the schema, in order."""
+    return tuple(_walk(RunConfig, ""))
+
+
+def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
     hints = get_type_hints(cls)
     for item in fields(cls):
         key, hint = prefix + item.name, hints[item.name]
         if is_dataclass(hint):
-            yield from leaves(hint, key + ".")  # type: ignore[arg-type]
+            yield from _walk(hint, key + ".")  # type: ignore[arg-type]
         else:
             yield Leaf(key, hint, item.metadata)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import warnings
 
 # What a rank would otherwise import late: the first optimizer imports torch._dynamo, DeepSpeed's check of the optimizer
 # imports its Muon module, whose @torch.compile imports inductor. Together several CPU seconds a rank.
@@ -22,14 +23,21 @@ SLOW_IMPORTS = (
 def prepare_deepspeed(device: str) -> None:
     """Import DeepSpeed for "cpu" or "cuda". Call it before anything else imports DeepSpeed."""
     os.environ["DS_ACCELERATOR"] = device  # DeepSpeed's own detection looks for every vendor's tools and logs about it
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    import deepspeed.ops
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.INFO)  # it tries a compiler on small files, and says so
+    try:
+        import deepspeed.ops
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # its import sets the level anew
+        ops = deepspeed.ops.__compatible_ops__
+    finally:
+        logging.disable(disabled)
     if device == "cpu":
         # Else the first process group compiles a C++ extension for minutes, and a killed build leaves a lock on which
         # every later run waits for ever.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        ops["deepspeed_shm_comm"] = False
+    # DeepSpeed calls collectives by names that torch is renaming: nothing a user of gpt3d can act on
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
 
 
 def import_all() -> None:

@@ -11,9 +11,11 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,9 @@ def _terminate(signum: int, frame: object) -> NoReturn:
 
 
 def run_body(fn: Callable[..., Any], args: Sequence[Any] = ()) -> Outcome:
-    """Call `fn(*args)`; SIGTERM ends it as SystemExit(143). Every error becomes an outcome, none escapes."""
+    """Call `fn(*args)`; SIGTERM and SIGINT end it as SystemExit(128 + n). Every error becomes an outcome."""
     signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, _terminate)
     try:
         return Outcome(ok=True, value=fn(*args))
     except SystemExit as stop:
@@ -54,7 +57,8 @@ def _from_exit(stop: SystemExit) -> Outcome:
     if stop.code in (None, 0):
         return Outcome(ok=True)
     code = stop.code if isinstance(stop.code, int) else 1
-    summary = "was ended by SIGTERM" if code == 128 + signal.SIGTERM else f"called sys.exit({stop.code!r})"
+    interrupted = {128 + signum: f"was ended by {signum.name}" for signum in (signal.SIGTERM, signal.SIGINT)}
+    summary = interrupted.get(code, f"called sys.exit({stop.code!r})")
     return Outcome(ok=False, summary=summary, error_type="SystemExit", exit_code=code)
 
 
@@ -63,7 +67,9 @@ def from_error(error: BaseException) -> Outcome:
     name = type(error).__name__
     text = str(error)
     if getattr(error, "show_traceback", True):
-        start = error.__traceback__.tb_next if error.__traceback__ else None  # our own frame tells nobody anything
+        start = error.__traceback__
+        while start is not None and start.tb_next and Path(start.tb_frame.f_code.co_filename).parent == HERE:
+            start = start.tb_next  # the launcher's own frames tell nobody anything
         text = "".join(traceback.format_exception(type(error), error, start)).rstrip()
     first_line = (str(error).splitlines() or [""])[0]
     return Outcome(

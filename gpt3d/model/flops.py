@@ -5,9 +5,9 @@ from __future__ import annotations
 from gpt3d.config.schema import ModelConfig
 
 
-def _norm_parameters(model: ModelConfig) -> int:
-    """One norm: a weight, and with LayerNorm and `bias` a bias."""
-    return model.hidden_size * (2 if model.norm == "layernorm" and model.bias else 1)
+def norm_parameters(model: ModelConfig) -> int:
+    """One norm: a weight, and with LayerNorm a bias."""
+    return model.hidden_size * (2 if model.norm == "layernorm" else 1)
 
 
 def _matrices(model: ModelConfig) -> tuple[int, int]:
@@ -28,7 +28,7 @@ def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
     up = (2 if model.activation == "swiglu" else 1) * model.ffn_hidden_size // tp
     weights = h * (query + 2 * kv) + query * h + up * h + model.ffn_hidden_size // tp * h
     biases = (query + 2 * kv) + up + 2 * h if model.bias else 0
-    return weights + biases + 2 * _norm_parameters(model)
+    return weights + biases + 2 * norm_parameters(model)
 
 
 def parameter_table(model: ModelConfig, padded: bool = False) -> dict[str, int]:
@@ -45,7 +45,7 @@ def parameter_table(model: ModelConfig, padded: bool = False) -> dict[str, int]:
         "positions": model.max_seq_len * h if model.position == "learned" else 0,
         "attention": layers * attention,
         "mlp": layers * mlp,
-        "norms": (2 * layers + 1) * _norm_parameters(model),
+        "norms": (2 * layers + 1) * norm_parameters(model),
         "output": 0 if model.tied_embeddings else rows * h,
     }
 

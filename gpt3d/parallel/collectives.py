@@ -82,11 +82,13 @@ class _Border(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, forward_op: Collective, backward_op: Collective) -> Tensor:
         ctx.group, ctx.backward_op = group, backward_op
+        ctx.set_materialize_grads(False)
         return forward_op(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.backward_op(grads[0], ctx.group), None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        # No gradient: that of a weight behind this border is postponed, on all ranks of the group alike.
+        return None if grads[0] is None else ctx.backward_op(grads[0], ctx.group), None, None, None
 
 
 def _border(forward_op: Collective, backward_op: Collective) -> Collective:

@@ -24,6 +24,7 @@ from gpt3d.parallel.collectives import (
 )
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import Constant, Normal, Placement, even_range, new_parameter
+from gpt3d.parallel.split_backward import splitting, weight_gradient
 
 
 @dataclass(frozen=True)
@@ -70,23 +71,43 @@ class ColumnLinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layout: Layout = ctx.layout
         handle: Any = None
-        full = x
-        if layout.sequence_parallel:
+        full: Tensor | None = None if layout.sequence_parallel else x
+        if layout.sequence_parallel and not splitting():
             full = x.new_empty((x.shape[0] * layout.tp.size, *x.shape[1:]))
             handle = dist.all_gather_single(full, x.contiguous(), group=layout.tp.handle, async_op=True)
         dx = grad @ weight
         if handle is not None:
             handle.wait()
+        summed = dx
+        if layout.sequence_parallel:
             summed = torch.empty_like(x)
             handle = dist.reduce_scatter_single(summed, dx, group=layout.tp.handle, async_op=True)
-        else:
-            summed = dx
-            if layout.tp.size > 1:
-                handle = dist.all_reduce(summed, group=layout.tp.handle, async_op=True)
-        dw = grad.flatten(0, -2).t() @ full.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        elif layout.tp.size > 1:
+            handle = dist.all_reduce(summed, group=layout.tp.handle, async_op=True)
+        dw = weight_gradient(ctx, 1, lambda: _product(grad, all_gather_first(x, layout.tp) if full is None else full))
         if handle is not None:
             handle.wait()
         return summed, dw, None
+
+
+class RowLinearFunction(torch.autograd.Function):
+    """y = x W^T on this rank's columns of W, the sum over TP still to come; the weight gradient can be postponed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        grad = grads[0].contiguous()
+        x, weight = ctx.saved_tensors
+        return grad @ weight, weight_gradient(ctx, 1, lambda: _product(grad, x))
+
+
+def _product(grad: Tensor, x: Tensor) -> Tensor:
+    """Weight gradient [out, in] of y = x W^T from the gradient of y and x, summed over all leading dims."""
+    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -185,7 +206,7 @@ class RowParallelLinear(nn.Module):
         self.bias = make.constant(make.replicated(f"{name}.bias", (out_features,)), 0.0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = leave_region(F.linear(x, self.weight), self.layout)
+        y = leave_region(RowLinearFunction.apply(x, self.weight), self.layout)
         return y if self.bias is None else y + shared_by_region(self.bias, self.layout)
 
 

@@ -115,6 +115,16 @@ def single_process_layout(device: torch.device | str = "cpu") -> Layout:
     return Layout(Sizes(), 0, torch.device(device), False, *([alone] * 7))
 
 
+def new_group(ranks: tuple[int, ...]) -> Any:
+    """A handle for `ranks`; None for one rank. All ranks of the world call this together, each with its own set.
+
+    A rank without partners must call it too: torch derives the name of a group from the number of groups that the rank
+    has made, and NCCL splits its communicator on all ranks at once. Only members meet, so start-up stays short.
+    """
+    handle = dist.new_group(list(ranks), use_local_synchronization=True)
+    return handle if len(ranks) > 1 else None
+
+
 def create_layout(
     sizes: Sizes, device: torch.device, *, sequence_parallel: bool = False, num_kv_heads: int | None = None
 ) -> Layout:
@@ -133,10 +143,10 @@ def create_layout(
         )
 
     def mine(partition: list[tuple[int, ...]]) -> Group:
-        """The group of the partition that holds this rank; only its members create it, so start-up stays short."""
-        ranks = next(ranks for ranks in partition if rank in ranks)
-        handle = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
-        return Group(ranks, ranks.index(rank), handle)
+        """The set that holds this rank, or this rank alone."""
+        ranks = next((ranks for ranks in partition if rank in ranks), (rank,))
+        trivial = all(len(ranks) == 1 for ranks in partition)
+        return Group(ranks, ranks.index(rank), None if trivial else new_group(ranks))
 
     kv_copies = max(1, sizes.tp // num_kv_heads) if num_kv_heads else 1
     tp_groups, pp_groups = sizes.groups("tp"), sizes.groups("pp")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from gpt3d.parallel.layout import Layout
-from gpt3d.pipeline.schedule import Action, Kind, receives_from, schedule, sends_to
-from gpt3d.pipeline.transport import Receipt, Transport
+from gpt3d.parallel.split_backward import WeightGradients
+from gpt3d.pipeline.check import check
+from gpt3d.pipeline.recorder import Recorder
+from gpt3d.pipeline.schedule import Action, Kind, all_ranks, receives_from, sends_to
+from gpt3d.pipeline.transport import Channel, Receipt, Transport
 from gpt3d.zero.engine import Engine
 
 
@@ -20,96 +23,131 @@ from gpt3d.zero.engine import Engine
 class Microbatch:
     """Rows of one forward: tokens and labels [b, s] on the device (labels < 0 are ignored), and a seed for dropout.
 
-    Without labels the last stage gives logits instead of a loss.
+    Both come from one record, on every stage, so that outputs cannot meet the labels of other rows.
     """
 
     tokens: Tensor
-    labels: Tensor | None
+    labels: Tensor
     seed: int
 
 
-class Executor:
-    """One rank's part of the pipeline.
+class InFlight(NamedTuple):
+    """What is kept of a forward until its backward: the stage's input and the output's place in the autograd graph.
 
-    At most the microbatches in flight are held: of each only the stage's input and the edge of its output in the
-    autograd graph, since the output's own storage is not needed once it is sent.
+    The output's own storage is free once it is sent.
     """
+
+    x: Tensor
+    edge: Any
+
+
+class Executor:
+    """One rank's part of the pipeline. It holds the microbatches in flight and nothing of the others."""
 
     def __init__(self, layout: Layout, engine: Engine, transport: Transport, kind: str, chunks: int) -> None:
         self.layout, self.engine, self.transport = layout, engine, transport
         self.kind, self.chunks = kind, chunks
         self.stages, self.rank = layout.sizes.pp, layout.at.pp
+        self.recorder: Recorder | None = None
+        self.in_flight: dict[tuple[int, int], InFlight] = {}  # by (chunk, microbatch)
+        self.postponed: dict[tuple[int, int], WeightGradients] = {}  # the same, after the input gradient
+        self._checked: dict[int, list[Action]] = {}
+
+    def actions(self, microbatches: int) -> list[Action]:
+        """This rank's schedule, after a proof that it fits those of the other ranks (ScheduleError)."""
+        if microbatches not in self._checked:
+            schedules = all_ranks(self.kind, self.stages, self.chunks, microbatches)
+            check(schedules, self.stages, self.chunks, microbatches)
+            self._checked[microbatches] = schedules[self.rank]
+        return self._checked[microbatches]
 
     def train(self, microbatches: Sequence[Microbatch], loss_factor: float) -> Tensor:
         """Forward and backward of one step. Returns the summed loss in nats (fp32 scalar; 0 off the last stage).
 
         Gradients are those of `loss_factor` times the summed loss.
         """
-        actions = schedule(self.kind, self.stages, self.chunks, len(microbatches), self.rank)
         seed_grad = torch.tensor(loss_factor * self.engine.loss_scale, dtype=torch.float32, device=self.layout.device)
-        return self._run(actions, microbatches, seed_grad)
+        return self._run(self.actions(len(microbatches)), microbatches, seed_grad)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Summed loss in nats of any number of microbatches, forward only (fp32 scalar; 0 off the last stage)."""
-        forwards = [a for a in schedule("gpipe", self.stages, self.chunks, max(1, len(microbatches)), self.rank)]
-        actions = [a for a in forwards if a.kind is Kind.FORWARD and a.microbatch < len(microbatches)]
-        return self._run(actions, microbatches, None)
+        forwards = [
+            Action(Kind.FORWARD, microbatch, chunk)
+            for chunk in range(self.chunks)
+            for microbatch in range(len(microbatches))
+        ]
+        return self._run(forwards, microbatches, None)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Logits [s, b, V/t] for tokens [b, s] on the last stage, None on the others."""
-        out = None
-        for action in schedule("gpipe", self.stages, self.chunks, 1, self.rank):
-            if action.kind is Kind.FORWARD:
-                message = self._post_receive([action], 0)
-                out = self._forward(action, Microbatch(tokens, None, 0), message, False)[1]
+        out = tokens
+        for chunk in range(self.chunks):
+            action = Action(Kind.FORWARD, 0, chunk)
+            receipt = self._post_receive([action], 0)
+            out = self.engine.forward(chunk, tokens if receipt is None else receipt.wait(), 0)
+            self._send(action, self.transport.send_activation, out)
         self.transport.flush()
         return out if self.rank == self.stages - 1 else None
 
-    def _run(self, actions: list[Action], microbatches: Sequence[Microbatch], seed_grad: Tensor | None) -> Tensor:
+    def _run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch], seed_grad: Tensor | None) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=self.layout.device)
-        held: dict[tuple[int, int], tuple[Tensor, Any]] = {}
-        last_backward = max((i for i, a in enumerate(actions) if a.kind is Kind.BACKWARD), default=-1)
+        whole = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # actions that bring gradients to the parameters
+        last = max((i for i, action in enumerate(actions) if action.kind in whole), default=-1)
         arriving = self._post_receive(actions, 0)
         for i, action in enumerate(actions):
             # The next receive is posted before this action computes, so that the message travels meanwhile.
-            message, arriving = arriving, self._post_receive(actions, i + 1)
-            key = (action.chunk, action.microbatch)
+            receipt, arriving = arriving, self._post_receive(actions, i + 1)
+            message = receipt.wait() if receipt is not None else None
+            del receipt  # it would hold the message until the next action
+            if self.recorder is not None:
+                self.recorder.begin(action)
             if action.kind is Kind.FORWARD:
-                x, out = self._forward(action, microbatches[action.microbatch], message, seed_grad is not None)
-                if self._is_last(action):
-                    loss += out.detach()
-                if seed_grad is not None:
-                    held[key] = (x, get_gradient_edge(out))
+                self._forward(action, microbatches[action.microbatch], message, seed_grad is not None, loss)
             else:
-                x, edge = held.pop(key)
-                assert seed_grad is not None
-                grad = message.wait() if message is not None else seed_grad
-                self.engine.backward(edge, grad, last=i == last_backward)
-                if sends_to(action, self.rank, self.stages, self.chunks) is not None:
-                    assert self.transport.send_gradient is not None and x.grad is not None
-                    self.transport.send_gradient.send(x.grad)
+                self._backward(action, seed_grad if message is None else message, last=i == last)
+            if self.recorder is not None:
+                self.recorder.end()
+            del message
         self.transport.flush()
         return loss
 
     def _forward(
-        self, action: Action, microbatch: Microbatch, message: Receipt | None, training: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Run one chunk and send its output on; returns the chunk's input and output."""
-        x = message.wait().requires_grad_(training) if message is not None else microbatch.tokens
-        labels = microbatch.labels if self._is_last(action) else None
-        out = self.engine.forward(action.chunk, x, microbatch.seed, labels)
-        if not self._is_last(action):
-            assert self.transport.send_activation is not None
-            self.transport.send_activation.send(out.detach())
-        return x, out
+        self, action: Action, microbatch: Microbatch, message: Tensor | None, training: bool, loss: Tensor
+    ) -> None:
+        """Run one chunk; send its output on, or add it to `loss` on the last stage."""
+        x = message.requires_grad_(training) if message is not None else microbatch.tokens
+        is_last = self.rank == self.stages - 1 and action.chunk == self.chunks - 1
+        out = self.engine.forward(action.chunk, x, microbatch.seed, microbatch.labels if is_last else None)
+        if training:
+            self.in_flight[action.chunk, action.microbatch] = InFlight(x, get_gradient_edge(out))
+        if is_last:
+            loss += out.detach()
+        else:
+            self._send(action, self.transport.send_activation, out.detach())
 
-    def _is_last(self, action: Action) -> bool:
-        """Whether the action runs the model's last stage, where the loss is."""
-        return self.rank == self.stages - 1 and action.chunk == self.chunks - 1
+    def _backward(self, action: Action, grad: Tensor | None, last: bool) -> None:
+        """Run one backward or half of one; send the input gradient on."""
+        key = (action.chunk, action.microbatch)
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            self.engine.backward_weight(self.postponed.pop(key), last)
+            return
+        x, edge = self.in_flight.pop(key)
+        assert grad is not None
+        if action.kind is Kind.BACKWARD_INPUT:
+            dx, self.postponed[key] = self.engine.backward_input(edge, grad, x)
+        else:
+            self.engine.backward(edge, grad, last)
+            dx = x.grad  # type: ignore[assignment]
+        self._send(action, self.transport.send_gradient, dx)
 
-    def _post_receive(self, actions: list[Action], i: int) -> Receipt | None:
+    def _send(self, action: Action, channel: Channel | None, message: Tensor) -> None:
+        if sends_to(action, self.rank, self.stages, self.chunks) is not None:
+            assert channel is not None
+            channel.send(message)
+
+    def _post_receive(self, actions: Sequence[Action], i: int) -> Receipt | None:
         """Start receiving what action `i` needs from a neighbour, if anything."""
         if i >= len(actions) or receives_from(actions[i], self.rank, self.stages, self.chunks) is None:
             return None

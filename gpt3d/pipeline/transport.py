@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpt3d.parallel.layout import Layout
+from gpt3d.parallel.layout import Layout, new_group
 
 
 @dataclass
@@ -59,6 +59,27 @@ class Receipt:
 
 
 @dataclass
+class Loopback(Channel):
+    """A rank's channel to itself: a pipeline of one rank with several chunks."""
+
+    waiting: deque[Tensor] = field(default_factory=deque)
+
+    def send(self, message: Tensor) -> None:
+        self.waiting.append(message)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receipt:
+        return _LoopbackReceipt(self.waiting)
+
+
+class _LoopbackReceipt(Receipt):
+    def __init__(self, waiting: deque[Tensor]) -> None:
+        self.waiting = waiting
+
+    def wait(self) -> Tensor:
+        return self.waiting.popleft()
+
+
+@dataclass
 class Transport:
     """The channels of this rank. Shapes are agreed once, for all messages of a run."""
 
@@ -82,13 +103,22 @@ def connect(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, *, ring:
     ranks, here = layout.pp.ranks, layout.pp.rank
     count = len(ranks)
     if count == 1:
+        if ring:
+            to_self, back = (Loopback(layout.rank, None, layout.device) for _ in range(2))
+            transport.send_activation = transport.receive_activation = to_self
+            transport.send_gradient = transport.receive_gradient = back
         return transport
-    for lower in range(count if ring else count - 1):  # in the same order on all ranks, so that creation cannot cross
-        upper = (lower + 1) % count
-        if here not in (lower, upper):
+    edges = range(count if ring else count - 1)
+    # Links without a common rank are made together: the even ones, the odd ones, the one that closes an odd ring.
+    kinds = [2 if lower % 2 == 0 and lower == count - 1 else lower % 2 for lower in edges]
+    for kind in range(max(kinds) + 1):
+        mine = [lower for lower in edges if kinds[lower] == kind and here in (lower, (lower + 1) % count)]
+        lower = mine[0] if mine else here
+        upper = (lower + 1) % count if mine else here
+        pair = tuple(sorted({ranks[lower], ranks[upper]}))
+        up, down = new_group(pair), new_group(pair)
+        if not mine:
             continue
-        pair = sorted({ranks[lower], ranks[upper]})
-        up, down = (dist.new_group(pair, use_local_synchronization=True) for _ in range(2))
         peer = ranks[upper if here == lower else lower]
         if here == lower:
             transport.send_activation = Channel(peer, up, layout.device)

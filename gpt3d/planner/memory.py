@@ -6,11 +6,11 @@ CUDA context, NCCL's buffers and the allocator's fragmentation, together some GB
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from gpt3d.config.arithmetic import num_microbatches, stage_layers
 from gpt3d.config.schema import ModelConfig, RunConfig
-from gpt3d.model.flops import layer_parameters
+from gpt3d.model.flops import layer_parameters, norm_parameters
 
 GB = 2**30
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -49,7 +49,7 @@ def stage_parameters(config: RunConfig, stage: int) -> int:
     if first:
         count += rows + (model.max_seq_len * model.hidden_size if model.position == "learned" else 0)
     if last:
-        count += model.hidden_size * (2 if model.norm == "layernorm" and model.bias else 1)
+        count += norm_parameters(model)
         count += 0 if model.tied_embeddings and first else rows
     return count
 
@@ -151,20 +151,29 @@ def worst_rank(config: RunConfig, dp: int) -> RankMemory:
 
 
 def run_memory(config: RunConfig, dp: int) -> int:
-    """Bytes of all ranks together, device and host: what a CPU run takes from one machine's memory."""
+    """Bytes of all ranks together, device and host: what a CPU run takes from its machines' memory.
+
+    Without the buckets: on a CPU the part of them that is never written takes no memory.
+    """
     ranks_per_stage = config.parallel.tp * config.parallel.cp * dp
-    return ranks_per_stage * sum(memory.device + memory.host for memory in memory_by_stage(config, dp))
+    per_stage = (memory.device - memory.buckets + memory.host for memory in memory_by_stage(config, dp))
+    return ranks_per_stage * sum(per_stage)
+
+
+def size(count: float) -> str:
+    """Bytes as text: GB of 2^30, MB of 2^20."""
+    return f"{count / GB:,.1f} GB" if count >= GB / 10 else f"{count / 2**20:,.1f} MB"
 
 
 def describe_need(config: RunConfig, dp: int) -> str:
     """One sentence: how many ranks this layout wants and what the fullest of them needs."""
-    need = worst_rank(config, dp)
-    parallel = config.parallel
-    parts = {name: getattr(need, name) / GB for name in ("weights", "gradients", "optimizer", "activations", "logits")}
-    listed = ", ".join(f"{name} {size:,.1f}" for name, size in parts.items())
+    need, parallel = worst_rank(config, dp), config.parallel
+    ranks = parallel.tp * parallel.cp * parallel.pp * dp
+    parts = {field.name: getattr(need, field.name) for field in fields(need) if field.name != "host"}
     return (
         f"{config.model.name} with tp {parallel.tp}, pp {parallel.pp}, dp {dp}, {config.precision.dtype}, "
-        f"ZeRO {config.zero.stage} wants {parallel.tp * parallel.cp * parallel.pp * dp} GPUs of at least "
-        f"{need.device / GB:,.1f} GB ({listed})"
-        + (f" and {need.host / GB:,.1f} GB of host memory a rank" if need.host else "")
+        f"ZeRO {config.zero.stage} wants {ranks} GPU{'s' if ranks > 1 else ''} of at least {size(need.device)} ("
+        + ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
+        + ")"
+        + (f" and {size(need.host)} of host memory a rank" if need.host else "")
     )

@@ -28,6 +28,7 @@ from torch.autograd.graph import GradientEdge
 from gpt3d.config.schema import RunConfig
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import Placement, placement_of
+from gpt3d.parallel.split_backward import WeightGradients, backward_input
 from gpt3d.zero.ds_config import derive_ds_config
 from gpt3d.zero.engine import StepResult, parameter_groups, tied_parameters
 
@@ -60,12 +61,8 @@ class DeepSpeedEngine:
         # With the optimizer offloaded, stage 2 caches norms while it reduces: tied gradients must be summed before.
         self.coalesce = bool(self.tied) and offloaded
         self.block: Any = None
-        if self.stage == 3:
-            self._prepare_stage3()
-
-    def _prepare_stage3(self) -> None:
-        self.modules = [m for m in self.module.modules() if hasattr(m, "ds_grads_remaining")]
-        if self.layout.sizes.pp > 1:
+        self.modules = [m for m in module.modules() if hasattr(m, "ds_grads_remaining")]  # none before stage 3
+        if self.stage == 3 and layout.sizes.pp > 1:
             # private: the hook compares the order of forwards over the whole world, but stages run different ones, and
             # it broadcasts while neighbours wait in receive. Without it parameters are gathered on demand, not ahead.
             self.optimizer.parameter_offload.fwd_pre_hook.remove()
@@ -75,9 +72,32 @@ class DeepSpeedEngine:
         return float(self.optimizer.cur_scale) if hasattr(self.optimizer, "cur_scale") else 1.0
 
     def forward(self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None) -> Tensor:
-        return self.engine(chunk, x, seed, labels)
+        # Not through the engine: it would begin the reduction at any backward from the output, a split one too.
+        return self.module(chunk, x, seed, labels)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
+        self._expect_module_backward()
+        with self._accumulation(last):
+            torch.autograd.backward(output, grad)
+
+    def backward_input(self, output: GradientEdge, grad: Tensor, x: Tensor) -> tuple[Tensor, WeightGradients]:
+        self._expect_module_backward()
+        return backward_input(output, grad, x, list(self.module.parameters()))
+
+    def backward_weight(self, gradients: WeightGradients, last: bool) -> None:
+        released = [p for p in self.module.parameters() if self.stage == 3 and not p.numel()]
+        # Autograd compares a gradient with the parameter's shape, so released parameters must be there.
+        with self._accumulation(last), deepspeed.zero.GatheredParameters(released, enabled=bool(released)):
+            gradients.deliver()
+
+    def _expect_module_backward(self) -> None:
+        for m in self.modules:
+            # private: F F B B would leave it negative and keep parameters gathered
+            m.ds_grads_remaining = 1  # type: ignore[assignment]
+
+    @contextlib.contextmanager
+    def _accumulation(self, last: bool) -> Iterator[None]:
+        """Around a backward pass that brings gradients to the parameters: what DeepSpeed does before and after it."""
         if self.coalesce and self.block is None:
             self.block = contextlib.ExitStack()
             self.block.enter_context(self.engine.coalesce_grad_reduction())
@@ -86,11 +106,11 @@ class DeepSpeedEngine:
         if hasattr(self.optimizer, "clear_backward_seen_flag"):
             # private: only engine.forward resets this, but in a pipeline two backwards can follow each other
             self.optimizer.clear_backward_seen_flag()
-        if self.stage == 3:
-            for m in getattr(self, "modules", ()):
-                m.ds_grads_remaining = 1  # private: F F B B would leave it negative and keep parameters gathered
         self.engine._manual_backward_expected = True  # private: the caller has applied loss_scale itself
-        torch.autograd.backward(output, grad)
+        self.engine._backward_prologue()  # private
+        yield
+        if self.optimizer._backward_active_depth:  # private: the optimizer's own hooks have not run the epilogue
+            self.engine._backward_post_hook()
 
     def step(self, lr: float) -> StepResult:
         self._sum_tied_gradients()
@@ -123,6 +143,16 @@ class DeepSpeedEngine:
                 grad = safe_get_full_grad(p).clone()
                 dist.all_reduce(grad, group=group)
                 safe_set_full_grad(p, grad)
+
+    def held_weights(self) -> Iterator[tuple[Placement, Tensor]]:
+        for p in self.module.parameters():
+            if self.stage < 3:
+                yield placement_of(p), p.detach()
+            else:  # private; the last shard ends in padding that nobody initialises
+                shard: Tensor = p.ds_tensor  # type: ignore[attr-defined]
+                total: int = p.ds_numel  # type: ignore[attr-defined]
+                held = min(shard.numel(), max(0, total - self.layout.dp.rank * shard.numel()))
+                yield placement_of(p), shard.detach().flatten()[:held]
 
     def master_weights(self) -> Iterator[tuple[Placement, Tensor]]:
         for p in self.module.parameters():

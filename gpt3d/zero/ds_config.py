@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from gpt3d.config.deepspeed import extra_keys
 from gpt3d.config.schema import RunConfig
 
 UNSPLIT = (
@@ -16,9 +17,10 @@ def derive_ds_config(config: RunConfig) -> dict[str, Any]:
     """DeepSpeed's JSON for ZeRO stages 1 to 3, with `zero.deepspeed` merged in.
 
     `gradient_accumulation_steps` is 1 because our pipeline scales the loss and says which backward is the last;
-    DeepSpeed would divide once per stage. Contradictions in the pass-through are refused by the config rules before.
+    DeepSpeed would divide once per stage. Pass-through keys that the configuration decides are equal to ours (the rules
+    refused others) and left out.
     """
-    zero, precision = config.zero, config.precision
+    precision = config.precision
     derived: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.trainer.micro_batch_size,
         "gradient_accumulation_steps": 1,
@@ -40,7 +42,7 @@ def derive_ds_config(config: RunConfig) -> dict[str, Any]:
             "min_loss_scale": precision.min_loss_scale,
             "hysteresis": 1,
         }
-    return _merge(derived, zero.deepspeed)
+    return _merge(derived, extra_keys(config))
 
 
 def _zero_section(config: RunConfig) -> dict[str, Any]:
@@ -58,6 +60,7 @@ def _zero_section(config: RunConfig) -> dict[str, Any]:
             "stage3_prefetch_bucket_size": zero.prefetch_bucket_size,
             "stage3_param_persistence_threshold": zero.param_persistence_threshold,
             "stage3_max_live_parameters": zero.max_live_parameters,
+            "stage3_max_reuse_distance": zero.max_reuse_distance,
         }
     if zero.offload_optimizer == "cpu":
         section["offload_optimizer"] = {"device": "cpu", "pin_memory": zero.pin_memory}

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from gpt3d.config.schema import RunConfig
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import Placement, placement_of
+from gpt3d.parallel.split_backward import WeightGradients
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,8 +45,17 @@ class Engine(Protocol):
     def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
         """Accumulate gradients of one microbatch; `last` marks this rank's last backward of the step."""
 
+    def backward_input(self, output: GradientEdge, grad: Tensor, x: Tensor) -> tuple[Tensor, WeightGradients]:
+        """First half of a split backward: the gradient of the input `x`, and the weight gradients for later."""
+
+    def backward_weight(self, gradients: WeightGradients, last: bool) -> None:
+        """Second half: accumulate them; `last` as in `backward`."""
+
     def step(self, lr: float) -> StepResult:
         """Reduce over DP (the average), clip, update with learning rate `lr`, clear gradients. Collective."""
+
+    def held_weights(self) -> Iterator[tuple[Placement, Tensor]]:
+        """Each parameter of this rank as forward uses it, under ZeRO-3 this rank's flat shard of it."""
 
     def master_weights(self) -> Iterator[tuple[Placement, Tensor]]:
         """Each parameter of this rank as updated by the optimizer: fp32, local shape. Collective over DP."""

@@ -18,6 +18,7 @@ from gpt3d.config.schema import RunConfig
 from gpt3d.parallel.collectives import all_reduce
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import Placement, placement_of
+from gpt3d.parallel.split_backward import WeightGradients, backward_input
 from gpt3d.zero.engine import DTYPES, StepResult, parameter_groups, tied_parameters
 from gpt3d.zero.loss_scaler import LossScaler
 
@@ -50,6 +51,12 @@ class ReplicatedEngine:
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
         torch.autograd.backward(output, grad)
+
+    def backward_input(self, output: GradientEdge, grad: Tensor, x: Tensor) -> tuple[Tensor, WeightGradients]:
+        return backward_input(output, grad, x, list(self.masters))
+
+    def backward_weight(self, gradients: WeightGradients, last: bool) -> None:
+        gradients.deliver()
 
     def step(self, lr: float) -> StepResult:
         for p in self.masters:
@@ -95,6 +102,10 @@ class ReplicatedEngine:
         ]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.layout.device)
         return all_reduce(total, self.layout.model).sqrt()
+
+    def held_weights(self) -> Iterator[tuple[Placement, Tensor]]:
+        for p in self.masters:
+            yield placement_of(p), p.detach()
 
     def master_weights(self) -> Iterator[tuple[Placement, Tensor]]:
         for p, master in self.masters.items():

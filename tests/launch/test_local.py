@@ -4,57 +4,97 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import sys
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from gpt3d.launch import RankFailed
-
-
-def all_reduce(value: float) -> float:
-    tensor = torch.tensor([value * dist.get_rank()])
-    dist.all_reduce(tensor)
-    return tensor.item()
-
-
-def fail_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        raise ValueError("boom")
-    dist.barrier()
-
-
-def kill_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def hang_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        time.sleep(1000)
-    dist.barrier()
+from gpt3d import launch
+from gpt3d.launch import RankFailed, run_ranks
+from tests.launch import bodies
+from tests.launch.processes import gone
 
 
 def test_results_in_rank_order(world):
-    assert world(all_reduce, 2.0, n=3) == [6.0, 6.0, 6.0]
+    assert world(bodies.all_reduce, 2.0, n=3) == [6.0, 6.0, 6.0]
+    ranks = world(bodies.environment, n=2, init=False)
+    assert [env["LOCAL_RANK"] for env in ranks] == ["0", "1"]
+
+
+def test_ranks_see_the_environment_of_now(world, monkeypatch):
+    world(bodies.environment, n=1, init=False)  # the fork server runs
+    monkeypatch.setenv("SET_LATER", "yes")
+    assert world(bodies.environment, n=1, init=False)[0]["SET_LATER"] == "yes"
 
 
 def test_the_failing_rank_is_shown_once(world):
     with pytest.raises(RankFailed) as failure:
-        world(fail_on, 2, n=3)
-    assert failure.value.rank == 2
-    assert str(failure.value).count("Traceback") == 1
-    assert "ValueError: boom" in str(failure.value) and "in fail_on" in str(failure.value)
+        world(bodies.act_on, 2, "raise", n=3)
+    text = str(failure.value)
+    assert failure.value.rank == 2 and failure.value.error_type == "ValueError"
+    assert text.count("Traceback") == 1
+    assert text.startswith("rank 2 failed with ValueError: boom") and "in act_on" in text
+    assert "gpt3d/launch" not in text, "our own frames help nobody"
 
 
-def test_a_killed_rank_is_the_cause(world):
-    with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL"):
-        world(kill_on, 1, n=3)
+def test_a_users_mistake_is_one_message(world):
+    with pytest.raises(RankFailed) as failure:
+        world(bodies.act_on, 0, "mistake")
+    assert "use a positive length" in str(failure.value) and "Traceback" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (str(int(signal.SIGKILL)), "rank 1 was killed by SIGKILL"),
+        (str(int(signal.SIGTERM)), "rank 1 was ended by SIGTERM"),
+        (str(int(signal.SIGSEGV)), "rank 1 was killed by SIGSEGV"),
+        ("exit", "rank 1 ended without a result or a traceback, exit code 9"),
+    ],
+)
+def test_a_rank_that_dies_is_the_cause_and_leaves_no_process(world, tmp_path, action, words):
+    pid_file = tmp_path / "pid"
+    with pytest.raises(RankFailed, match=words) as failure:
+        world(bodies.act_on, 1, action, pid_file, n=3)
+    assert gone([int(pid_file.read_text())]), "a worker of the dead rank lives on"
+    if action == str(int(signal.SIGSEGV)):
+        assert "in act_on" in str(failure.value)
 
 
 def test_a_hang_shows_where(world):
-    with pytest.raises(RankFailed, match="no end after 2 s") as failure:
-        world(hang_on, 1, timeout=2)
-    assert "in hang_on" in str(failure.value)
+    with pytest.raises(RankFailed, match="no end after 1 s; still running: ranks 0, 1") as failure:
+        world(bodies.act_on, 1, "hang", timeout=1)
+    assert "in act_on" in str(failure.value)
+
+
+def test_start_gives_rank_0s_result_and_keeps_the_other_logs(tmp_path, capfd, world):
+    config = {"lr": 0.25, "cluster": {"env": {"EXTRA": "1"}}}
+    result = launch.start(bodies.train, config, nprocs=2, device="cpu", run_dir=tmp_path)
+    assert result == {"rank": 0, "total": 1.0}
+    assert (tmp_path / "logs" / "rank1.log").read_text() == "rank 1 trains with lr 0.25\n"
+    assert not (tmp_path / "logs" / "rank0.log").exists()
+    with pytest.raises(RankFailed, match="boom"):
+        launch.start(bodies.train, config | {"fail_on": 1}, nprocs=2, device="cpu", run_dir=tmp_path)
+    assert "ValueError: boom" in (tmp_path / "logs" / "rank1.log").read_text()
+
+
+def test_deepspeed_starts_without_compiling_or_chatter(tmp_path, world):
+    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    losses = run_ranks(bodies.deepspeed_step, nprocs=2, timeout=60, log_dir=tmp_path, env=env)
+    assert all(0 < loss < 100 for loss in losses)
+    assert not (tmp_path / "extensions").exists(), "a C++ extension was built"
+    assert (tmp_path / "rank1.log").read_text() == ""
+
+
+def test_what_cannot_be_sent_is_said_before_any_start():
+    with pytest.raises(TypeError, match="top level of an importable module"):
+        run_ranks(lambda: None, nprocs=1)
+    with pytest.raises(ValueError, match="'tpu'"):
+        run_ranks(os.getpid, nprocs=1, device="tpu")
+
+
+def test_ranks_do_not_load_the_command_that_started_them(world):
+    assert world(main_file, n=1, init=False) == [None]
+
+
+def main_file() -> str | None:
+    return getattr(sys.modules["__main__"], "__file__", None)

@@ -102,7 +102,7 @@ def train(
     for tokens, labels in batches:
         loss = summed_loss(w, tokens, labels, model) / (labels >= 0).sum()
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(list(w.values()), clip)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(list(w.values()), clip or math.inf)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

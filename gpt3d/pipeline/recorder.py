@@ -1,0 +1,66 @@
+"""When each action of this rank began and ended: host clock on CPU, CUDA events on a GPU."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpt3d.parallel.layout import Layout
+from gpt3d.pipeline.schedule import Action
+from gpt3d.pipeline.simulate import Span, Timeline
+
+
+class Recorder:
+    """Collects the actions of one step. An action begins when its message is there, so waiting shows as idle."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.cuda = layout, layout.device.type == "cuda"
+        self._marks: list[tuple[Action, Any, Any]] = []
+        self._running: tuple[Action, Any] | None = None
+        self._zero_host, self._zero = self._synchronize()
+
+    def _synchronize(self) -> tuple[float, Any]:
+        """The common origin of time: the host clocks of one pipeline, just after a barrier."""
+        if self.cuda:
+            torch.cuda.synchronize(self.layout.device)
+        if self.layout.pp.size > 1:
+            dist.barrier(group=self.layout.pp.handle)
+        return time.perf_counter(), self._now()
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin(self, action: Action) -> None:
+        """`action` starts now."""
+        self._running = (action, self._now())
+
+    def end(self) -> None:
+        """The running action is over."""
+        assert self._running is not None
+        action, start = self._running
+        self._marks.append((action, start, self._now()))
+        self._running = None
+
+    def spans(self) -> list[Span]:
+        """This rank's actions in seconds since the common origin. Waits for the GPU."""
+        if self.cuda:
+            torch.cuda.synchronize(self.layout.device)
+        return [Span(action, self._seconds(start), self._seconds(end)) for action, start, end in self._marks]
+
+    def _seconds(self, mark: Any) -> float:
+        return self._zero.elapsed_time(mark) / 1e3 if self.cuda else mark - self._zero_host
+
+    def gather(self) -> Timeline | None:
+        """The timeline of rank 0's pipeline, on rank 0 only; every rank of that pipeline must call it."""
+        if self.layout.pp.size == 1:
+            return Timeline([self.spans()]) if self.layout.rank == 0 else None
+        ranks: list[Any] | None = [None] * self.layout.pp.size if self.layout.is_first_stage else None
+        dist.gather_object(self.spans(), ranks, dst=self.layout.pp.ranks[0], group=self.layout.pp.handle)
+        return Timeline(ranks) if ranks is not None and self.layout.rank == 0 else None

@@ -1,0 +1,99 @@
+"""Train a GPT: `python -m gpt3d.train [group=option] [key=value]`.
+
+In a plain shell the ranks are started on this machine; under torchrun, srun or mpirun this process joins as one of
+them. The configuration is composed once, checked as a whole, and given to every rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpt3d.config.cli import run_cli
+from gpt3d.config.rules import require_valid
+from gpt3d.config.schema import RunConfig
+from gpt3d.rank import train_rank
+
+HELP = """
+Train a GPT on this machine's GPUs or CPU, or as part of a world that torchrun, srun or mpirun started.
+
+  python -m gpt3d.train                                       a tiny model on Shakespeare, 4 ranks, minutes on a CPU
+  python -m gpt3d.train parallel=tp2 zero=3 trainer.steps=50  another layout of the same model
+  python -m gpt3d.train model=70b parallel=tp8_pp2            what a large model needs, if it does not fit here
+  torchrun --nproc-per-node 8 -m gpt3d.train model=8b parallel=tp8 precision=bf16
+"""
+
+
+def main() -> None:
+    """The command."""
+    from gpt3d.launch.join import join_world, joining
+
+    if (world := joining()) is not None:
+        join_world(world, compose_on_rank_0, train_rank)
+    try:
+        run_cli(train_here, HELP, check=check_here)
+    except KeyboardInterrupt:
+        print("gpt3d: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def train_here(config: RunConfig) -> float | None:
+    """Start the ranks on this machine; returns the validation loss, the objective of a sweep."""
+    from gpt3d import data, launch
+    from gpt3d.config.arithmetic import total_ranks
+    from gpt3d.launch.machine import this_machine
+
+    world = this_machine(config)
+    recorded = make_run_dir(config)
+    data.prepare(config)
+    ranks, device = total_ranks(config, world), world.device or "cpu"
+    print(
+        f"gpt3d: starting {ranks} rank{'s' if ranks > 1 else ''} on {device}; run folder {recorded['run_dir']}",
+        flush=True,
+    )
+    try:
+        results = launch.start(train_rank, recorded, nprocs=ranks, device=device, run_dir=recorded["run_dir"])
+    except launch.RankFailed as failure:
+        sys.exit(f"gpt3d: {failure}")
+    return results["validation_loss"]
+
+
+def check_here(config: RunConfig) -> None:
+    """Raise ConfigError with everything that keeps this configuration from running on this machine."""
+    from gpt3d.launch.machine import this_machine
+
+    require_valid(config, this_machine(config))
+
+
+def compose_on_rank_0() -> dict[str, Any] | None:
+    """Under a launcher: the checked and recorded configuration, or None if only help was asked for."""
+    from gpt3d.launch.join import joining
+    from gpt3d.launch.machine import this_machine
+
+    composed: list[dict[str, Any]] = []
+    run_cli(
+        lambda config: composed.append(make_run_dir(config)),
+        HELP,
+        check=lambda config: require_valid(config, this_machine(config, joining())),
+    )
+    return composed[0] if composed else None
+
+
+def make_run_dir(config: RunConfig) -> dict[str, Any]:
+    """The run's folder, with the resolved configuration in it; that configuration as a plain dictionary."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    from gpt3d.launch import rundir
+
+    hydra = HydraConfig.get()
+    plain = OmegaConf.to_container(OmegaConf.structured(config))
+    assert isinstance(plain, dict)
+    named = config.run_dir is not None
+    path = Path(config.run_dir or hydra.runtime.output_dir)
+    return rundir.create(path, {str(k): v for k, v in plain.items()}, list(hydra.overrides.task), exact=named)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""The trainer: builds the parts from a config, owns the loop, and reports."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpt3d.config.arithmetic import World, resolve_dp
+from gpt3d.config.problems import ConfigError
+from gpt3d.config.rules import check_vocabulary, require_valid
+from gpt3d.config.schema import RunConfig
+from gpt3d.data import Batches, build_data, validation_batches
+from gpt3d.debug import inject_fault
+from gpt3d.generation import generate
+from gpt3d.learner import Learner, Outcome, Rows
+from gpt3d.optim.lr import lr_at
+from gpt3d.parallel.collectives import all_reduce
+from gpt3d.parallel.device import Device
+from gpt3d.parallel.layout import Sizes, create_layout
+from gpt3d.planner.hardware import peak_tflops
+from gpt3d.tracking.banner import banner, summary
+from gpt3d.tracking.metrics import Meter, Metrics
+from gpt3d.tracking.sinks import Console, JsonLines
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on; the message says why and what to do."""
+
+    show_traceback = False
+
+
+class Trainer:
+    """One rank's view of a run. All ranks construct it and call `run` alike; rank 0 speaks."""
+
+    def __init__(self, config: RunConfig, device: Device) -> None:
+        self.config, self.device = config, device
+        world = dist.get_world_size()
+        known = World(ranks=world, device=device.kind)
+        require_valid(config, known)
+        p = config.parallel
+        sizes = Sizes(tp=p.tp, cp=p.cp, dp=resolve_dp(config, known), pp=p.pp)
+        self.layout = create_layout(
+            sizes,
+            device.torch_device,
+            sequence_parallel=p.sequence_parallel,
+            num_kv_heads=config.model.num_kv_heads,
+        )
+        self.is_main = self.layout.rank == 0
+        self.data = build_data(config, self.layout.at.dp, sizes.dp)
+        if problems := check_vocabulary(config, self.data.largest_id):
+            raise ConfigError(problems)
+        self.learner = Learner(config, self.layout)
+        t = config.trainer
+        self.batches = Batches(
+            self.data.train, t.global_batch_size, t.micro_batch_size, self.layout.at.dp, sizes.dp,
+            pin_memory=device.kind == "cuda",
+        )  # fmt: skip
+        name = torch.cuda.get_device_name(device.torch_device) if device.kind == "cuda" else None
+        peak = peak_tflops(name, config.precision.dtype, config.cluster.peak_tflops if name else None)
+        self.meter = Meter(config, world, peak)
+        self.step = self.skipped = self.skipped_in_a_row = 0
+        self.loss_sum, self.loss_tokens = torch.zeros((), device=self.layout.device), 0
+        self.validation_loss: float | None = None
+        self.run_dir = Path(config.run_dir or ".")
+        self.console = Console(t.steps, config.tracking.progress_bar) if self.is_main else None
+        self.jsonl = JsonLines(self.run_dir / "metrics.jsonl") if self.is_main else None
+
+    def run(self) -> dict[str, Any]:
+        """Train for `trainer.steps` steps, validate, and sample; returns the run's results."""
+        t, begun = self.config.trainer, time.perf_counter()
+        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.learner.engine.module.parameters())
+        self.say(banner(self.config, self.layout, self.device, self.data.info, parameters))
+        first_loss: float | None = None
+        while self.step < t.steps:
+            metrics = self.train_step()
+            if metrics is not None:
+                self.log(metrics)
+                first_loss = first_loss if first_loss is not None else float(metrics["loss"] or 0)
+            if t.eval_interval and self.step % t.eval_interval == 0 and self.step < t.steps:
+                self.validate()
+        self.batches.close()
+        self.validate()
+        seconds = time.perf_counter() - begun
+        results = {
+            "steps": self.step,
+            "first_loss": first_loss,
+            "validation_loss": self.validation_loss,
+            "unigram_entropy": self.data.unigram_entropy,
+            "tokens": self.step * self.meter.tokens_per_step,
+            "seconds": seconds,
+            "tokens_per_s": self.step * self.meter.tokens_per_step / seconds,
+        }
+        text = self.sample()
+        self.say(summary(self.config, results, text, self.run_dir))
+        for sink in (self.console, self.jsonl):
+            if sink is not None:
+                sink.close()
+        return results
+
+    def train_step(self) -> Metrics | None:
+        """One optimizer step; its metrics if this step is to be logged."""
+        inject_fault(self.config.debug, self.layout.rank, self.step)
+        batch = next(self.batches)
+        lr = lr_at(self.step, self.config.optimizer.lr, self.config.lr, self.config.trainer.steps)
+        outcome = self.learner.step([Rows(**rows) for rows in batch], lr)
+        self.step += 1
+        self.meter.count(self.batches.wait_seconds)
+        self.loss_sum += outcome.loss_sum
+        self.loss_tokens += outcome.tokens
+        self._watch_skips(outcome)
+        check_interval = self.config.trainer.copy_check_interval
+        if check_interval and self.step % check_interval == 0:
+            self.learner.check_copies()
+        if self.console is not None:
+            self.console.advance()
+        interval = self.config.tracking.log_interval
+        if self.step % interval and self.step not in (1, self.config.trainer.steps):
+            return None
+        return self._metrics(lr, outcome)
+
+    def _metrics(self, lr: float, outcome: Outcome) -> Metrics:
+        """The one dictionary of this step. Collective: the loss comes from the last stage, memory from all ranks."""
+        loss = self.learner.total(self.loss_sum) / max(self.loss_tokens, 1)
+        memory = torch.tensor(float(self.device.memory_stats().peak), device=self.layout.device)
+        metrics: Metrics = {
+            "step": self.step,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": outcome.grad_norm,
+            "loss_scale": self.learner.engine.loss_scale,
+            "skipped_steps": self.skipped,
+            "memory_gb": float(all_reduce(memory, self.layout.world, dist.ReduceOp.MAX)) / 2**30,
+            **self.meter.read(self.step),
+        }
+        self.loss_sum, self.loss_tokens = torch.zeros_like(self.loss_sum), 0
+        if not math.isfinite(loss):
+            raise TrainingStopped(f"the loss is {loss} at step {self.step}: training has diverged. {self._remedies()}")
+        return metrics
+
+    def _watch_skips(self, outcome: Outcome) -> None:
+        """Count steps without an update; all ranks see the same ones and stop together when there are too many."""
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if outcome.skipped else 0
+        self.skipped += outcome.skipped
+        scale = f"; loss scale {self.learner.engine.loss_scale:g}" if self.config.precision.dtype == "fp16" else ""
+        if outcome.skipped:
+            why = "its gradients are not finite" if outcome.tokens else "its batch has no target tokens"
+            self.say(f"step {self.step} skipped: {why}{scale}")
+        limit = self.config.precision.max_skipped_steps
+        if self.skipped_in_a_row >= limit:
+            raise TrainingStopped(
+                f"{limit} steps in a row were skipped (precision.max_skipped_steps={limit}){scale}. " + self._remedies()
+            )
+
+    def _remedies(self) -> str:
+        o, warmup = self.config.optimizer, self.config.lr.warmup_steps
+        return (
+            f"Usual remedies: a smaller optimizer.lr={o.lr:g}, a longer lr.warmup_steps={warmup}, gradient clipping "
+            f"(optimizer.grad_clip={o.grad_clip:g}), precision=bf16 instead of fp16"
+        )
+
+    def validate(self) -> None:
+        """Loss on the first `trainer.eval_batches` global batches of the held-out text."""
+        if self.data.validation is None:
+            return
+        begun, t = time.perf_counter(), self.config.trainer
+        loss, tokens = 0.0, 0
+        for batch in validation_batches(
+            self.data.validation, t.global_batch_size, t.micro_batch_size, self.layout.at.dp, self.layout.sizes.dp,
+            limit=t.eval_batches,
+        ):  # fmt: skip
+            batch_loss, batch_tokens = self.learner.evaluate([Rows(**rows) for rows in batch])
+            loss, tokens = loss + batch_loss, tokens + batch_tokens
+        self.validation_loss = loss / max(tokens, 1)
+        self.log(
+            {
+                "step": self.step,
+                "validation_loss": self.validation_loss,
+                "validation_tokens": tokens,
+                "unigram_entropy": self.data.unigram_entropy,
+            }
+        )
+        self.meter.pause(time.perf_counter() - begun)
+
+    def sample(self) -> str | None:
+        """Text sampled from the model, if `trainer.sample_tokens` asks for it."""
+        t = self.config.trainer
+        if not t.sample_tokens:
+            return None
+        return generate(self.learner, self.data.tokenizer, t.sample_prompt, t.sample_tokens, seed=self.config.seed)
+
+    def log(self, metrics: Metrics) -> None:
+        for sink in (self.console, self.jsonl):
+            if sink is not None:
+                sink.log(metrics)
+
+    def say(self, text: str) -> None:
+        """A line from rank 0."""
+        if self.console is not None:
+            self.console.print(text)
