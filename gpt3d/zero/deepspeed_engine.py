@@ -8,6 +8,7 @@ version is pinned exactly for that reason.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,6 +59,9 @@ class DeepSpeedEngine:
             dist_init_required=False,
         )[0]
         self.optimizer: Any = self.engine.optimizer
+        if config.precision.dtype == "fp16":
+            # private: at the lowest scale it would raise; how many skipped steps are too many is the trainer's decision
+            self.optimizer.loss_scaler.raise_error_at_min_scale = False
         # With the optimizer offloaded, stage 2 caches norms while it reduces: tied gradients must be summed before.
         self.coalesce = bool(self.tied) and offloaded
         self.block: Any = None
@@ -124,8 +128,16 @@ class DeepSpeedEngine:
         if self.stage == 3:
             # private: only the first backward of a step overwrites this buffer, and only where it passed
             self.optimizer.grad_partitions_flat_buffer.zero_()
-        norm = self.engine.get_global_grad_norm()
-        return StepResult(float(norm), bool(getattr(self.optimizer, "overflow", False)))
+        if self.optimizer.overflow:
+            self._forget_gradients()
+            return StepResult(math.inf, True)
+        return StepResult(float(self.engine.get_global_grad_norm()), False)
+
+    def _forget_gradients(self) -> None:
+        """After a skipped step: stages 1 and 2 with an offloaded optimizer would add the next gradients to the bad ones."""
+        kept = getattr(self.optimizer, "averaged_gradients", None)  # private
+        if self.stage < 3 and kept is not None:
+            kept.update(dict.fromkeys(kept))
 
     def _sum_tied_gradients(self) -> None:
         """Add the gradients of the two copies of the tied embedding, wherever this optimizer keeps them."""
