@@ -24,7 +24,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class StepResult:
-    """`grad_norm`: L2 over all axes before clipping, each parameter counted once. `skipped`: overflow, no update."""
+    """`grad_norm`: L2 over all axes before clipping, each parameter counted once.
+
+    `skipped`: some gradient was not finite on some rank, so no rank updated anything; `grad_norm` is then inf.
+    """
 
     grad_norm: float
     skipped: bool

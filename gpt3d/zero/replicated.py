@@ -7,6 +7,7 @@ one all-reduce per step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -82,7 +83,7 @@ class ReplicatedEngine:
                     master.grad = None
         for p in self.masters:
             p.grad = None
-        return StepResult(norm, skipped)
+        return StepResult(math.inf if skipped else norm, skipped)
 
     def _average_gradients(self) -> None:
         """One flat all-reduce over DP per gradient dtype."""
