@@ -113,6 +113,9 @@ class Trainer:
         self.loss_sum += outcome.loss_sum
         self.loss_tokens += outcome.tokens
         self._watch_skips(outcome)
+        check_interval = self.config.trainer.copy_check_interval
+        if check_interval and self.step % check_interval == 0:
+            self.learner.check_copies()
         if self.console is not None:
             self.console.advance()
         interval = self.config.tracking.log_interval

@@ -42,18 +42,10 @@ class DeepSpeedEngine:
         self.tied = tied_parameters(module, config, layout)
         self.module = module
         mark_counted(module)
-        o = config.optimizer
         offloaded = config.zero.offload_optimizer == "cpu"
-        optimizer = torch.optim.AdamW(
-            parameter_groups(module, o.weight_decay),
-            lr=o.lr,
-            betas=(o.beta1, o.beta2),
-            eps=o.eps,
-            fused=layout.device.type == "cuda" and not offloaded,
-        )
         self.engine: Any = deepspeed.initialize(
             model=module,
-            optimizer=optimizer,
+            optimizer=_new_optimizer(config, layout, module),
             config=derive_ds_config(config),
             mpu=_ModelParallelUnit(layout),
             dist_init_required=False,
@@ -160,13 +152,26 @@ class DeepSpeedEngine:
             if self.stage < 3:
                 yield placement_of(p), p.detach()
             else:  # private; the last shard ends in padding that nobody initialises
-                shard: Tensor = p.ds_tensor
-                held = min(shard.numel(), max(0, p.ds_numel - self.layout.dp.rank * shard.numel()))
+                shard: Tensor = p.ds_tensor  # type: ignore[attr-defined]
+                total: int = p.ds_numel  # type: ignore[attr-defined]
+                held = min(shard.numel(), max(0, total - self.layout.dp.rank * shard.numel()))
                 yield placement_of(p), shard.detach().flatten()[:held]
 
     def master_weights(self) -> Iterator[tuple[Placement, Tensor]]:
         for p in self.module.parameters():
             yield placement_of(p), safe_get_full_fp32_param(p).detach().view(placement_of(p).local_shape)
+
+
+def _new_optimizer(config: RunConfig, layout: Layout, module: nn.Module) -> torch.optim.Optimizer:
+    """AdamW: torch's, or DeepSpeed's vectorised one for states in host memory."""
+    o, groups = config.optimizer, parameter_groups(module, config.optimizer.weight_decay)
+    betas = (o.beta1, o.beta2)
+    if o.name == "cpu_adamw":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, lr=o.lr, betas=betas, eps=o.eps, adamw_mode=True)
+    fused = layout.device.type == "cuda" and config.zero.offload_optimizer == "none"
+    return torch.optim.AdamW(groups, lr=o.lr, betas=betas, eps=o.eps, fused=fused)
 
 
 def mark_counted(module: nn.Module) -> None:
