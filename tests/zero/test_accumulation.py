@@ -20,7 +20,7 @@ def repeated_row(times: int) -> Batch:
 
 
 def _norms(case: Case, counts: list[int]) -> list[float]:
-    """Norm of the first gradient for the same row, `count` times, one a microbatch. Powers of two scale exactly."""
+    """Norm of the first gradient for one row, `count` times, each a microbatch; powers of two scale exactly."""
     config = case.config()
     config.trainer.global_batch_size = max(counts)
     return [take_steps(new_learner(config), config, [repeated_row(count)])[0].norm for count in counts]
