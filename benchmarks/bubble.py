@@ -65,7 +65,9 @@ class SleepingEngine:
     def __init__(self, chunks: int) -> None:
         self.module, self.chunks = nn.Module(), chunks
 
-    def forward(self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         time.sleep(FORWARD / self.chunks)
         out = x + 0.0 if x.is_floating_point() else torch.zeros(SHAPE, requires_grad=True) + 0.0
         return out if labels is None else out.flatten()[0]

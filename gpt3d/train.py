@@ -31,7 +31,11 @@ def main() -> None:
 
     if (world := joining()) is not None:
         join_world(world, compose_on_rank_0, train_rank)
-    run_cli(train_here, HELP, check=check_here)
+    try:
+        run_cli(train_here, HELP, check=check_here)
+    except KeyboardInterrupt:
+        print("gpt3d: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def train_here(config: RunConfig) -> float | None:

@@ -271,6 +271,9 @@ def zero(config: RunConfig, world: World) -> Iterator[Problem]:
     if config.zero.offload_param != "none" and stage != 3:
         why = f"zero.stage={stage} doesn't shard parameters; offloading them needs stage 3"
         yield Problem("zero.offload_param", config.zero.offload_param, why, "zero=3_offload, or none")
+    if config.optimizer.name == "cpu_adamw" and config.zero.offload_optimizer == "none":
+        why = "it updates states in host memory, and zero.offload_optimizer=none keeps them on the device"
+        yield Problem("optimizer.name", "cpu_adamw", why, "optimizer=adamw, or zero.offload_optimizer=cpu")
     yield from contradictions(config, _known_dp(config, world) if _batch_ok(config, world) else None)
 
 

@@ -127,7 +127,7 @@ class PrecisionConfig:
 class OptimizerConfig:
     """AdamW. No decay on norms and biases."""
 
-    name: str = one_of("adamw", default="adamw")
+    name: str = one_of("adamw", "cpu_adamw", default="adamw")
     lr: float = number(low=0.0)
     beta1: float = number(0.9, low=0.0, high=1.0)
     beta2: float = number(0.95, low=0.0, high=1.0)

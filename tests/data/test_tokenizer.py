@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gpt3d.config.schema import TokenizerConfig
 from gpt3d.data.embedded import read_asset, shakespeare
 from gpt3d.data.errors import DataError
-from gpt3d.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
+from gpt3d.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 
 KINDS = ["bytes", "shakespeare_bpe"]
 
@@ -56,7 +56,7 @@ def test_tiktoken_equals_tokenizers_on_every_play():
 def test_other_pretokenization_falls_back_to_tokenizers():
     content = json.loads(read_asset("shakespeare_bpe.json"))
     content["pre_tokenizer"]["use_regex"] = False
-    slow = BpeTokenizer(json.dumps(content), "whole_text")
+    slow = JsonTokenizer(json.dumps(content), "whole_text")
     assert slow.engine == "tokenizers"
     assert slow.decode(slow.encode("of the <|endoftext|>")) == "of the <|endoftext|>"
     assert slow.eod not in slow.encode("of the <|endoftext|>").tolist()
@@ -66,7 +66,7 @@ def test_added_tokens_count_in_the_vocabulary_size():
     """huggingface/nanotron#313: the size without added tokens is too small for the ids that occur."""
     content = json.loads(read_asset("shakespeare_bpe.json"))
     content["added_tokens"].append(dict(content["added_tokens"][0], id=2048, content="<|later|>"))
-    assert BpeTokenizer(json.dumps(content), "more").vocab_size == 2049
+    assert JsonTokenizer(json.dumps(content), "more").vocab_size == 2049
 
 
 def test_errors(tokenizer: Tokenizer):
@@ -75,6 +75,6 @@ def test_errors(tokenizer: Tokenizer):
     with pytest.raises(DataError, match="cannot decode"):
         tokenizer.decode(np.array([tokenizer.vocab_size]))
     with pytest.raises(DataError, match="is not a tokenizer"):
-        BpeTokenizer("{}", "empty")
+        JsonTokenizer("{}", "empty")
     with pytest.raises(DataError, match="no token '</s>' to end a document"):
-        BpeTokenizer(read_asset("shakespeare_bpe.json").decode(), "x", eod_token="</s>")
+        JsonTokenizer(read_asset("shakespeare_bpe.json").decode(), "x", eod_token="</s>")
