@@ -7,6 +7,7 @@ microbatches while the ranks don't divide) yields nothing then.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -298,8 +299,16 @@ def learning_rate(config: RunConfig, world: World) -> Iterator[Problem]:
         )
 
 
+def timeline(config: RunConfig, world: World) -> Iterator[Problem]:
+    """Pictures need a library that training does not."""
+    if config.trainer.timeline and importlib.util.find_spec("matplotlib") is None:
+        fix = "pip install 'gpt3d[plot]', or trainer.timeline=0"
+        yield Problem("trainer.timeline", config.trainer.timeline, "pictures need matplotlib, which is missing", fix)
+
+
 RULES: tuple[Rule, ...] = (
     names, model_shape, tensor_parallel, pipeline, ranks, machine, memory, batch, zero, precision, learning_rate,
+    timeline,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from gpt3d.pipeline.simulate import Timeline, ideal_of
 COLORS = {
     Kind.FORWARD: "#4c78a8",
     Kind.BACKWARD: "#f58518",
-    Kind.BACKWARD_INPUT: "#f58518",
+    Kind.BACKWARD_INPUT: "#e45756",
     Kind.BACKWARD_WEIGHT: "#54a24b",
 }
 NAMES = {
