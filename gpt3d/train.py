@@ -46,7 +46,10 @@ def train_here(config: RunConfig) -> float | None:
 
     world = this_machine(config)
     recorded = make_run_dir(config)
-    data.prepare(config)
+    try:
+        data.prepare(config)
+    except data.DataError as error:
+        sys.exit(f"gpt3d: {error}")
     ranks, device = total_ranks(config, world), world.device or "cpu"
     print(
         f"gpt3d: starting {ranks} rank{'s' if ranks > 1 else ''} on {device}; run folder {recorded['run_dir']}",

@@ -152,7 +152,7 @@ class HfConfig:
     name: Optional[str] = None
     split: str = "train"
     revision: Optional[str] = None
-    data_files: Any = None
+    data_files: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     streaming: bool = False
     streams: int = number(64, low=1)
