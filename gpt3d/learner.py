@@ -30,6 +30,7 @@ class Rows:
     tokens: Tensor
     labels: Tensor
     index: int
+    position_ids: Tensor | None = None  # [b, s], 0 at the start of each document: attention stays within documents
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class Learner:
                 r.tokens.to(device, non_blocking=True),
                 r.labels.to(device, non_blocking=True),
                 derive(self.seed, r.index),
+                None if r.position_ids is None else r.position_ids.to(device, non_blocking=True),
             )
             for r in rows
         ]

@@ -14,7 +14,7 @@ from gpt3d.config.arithmetic import World, resolve_dp
 from gpt3d.config.problems import ConfigError
 from gpt3d.config.rules import check_vocabulary, require_valid
 from gpt3d.config.schema import RunConfig
-from gpt3d.data import Batches, build_data, validation_batches
+from gpt3d.data import Batches, MicroBatch, build_data, validation_batches
 from gpt3d.debug import inject_fault
 from gpt3d.generation import generate
 from gpt3d.learner import Learner, Outcome, Rows
@@ -107,7 +107,7 @@ class Trainer:
         inject_fault(self.config.debug, self.layout.rank, self.step)
         batch = next(self.batches)
         lr = lr_at(self.step, self.config.optimizer.lr, self.config.lr, self.config.trainer.steps)
-        outcome = self.learner.step([Rows(**rows) for rows in batch], lr)
+        outcome = self.learner.step([_rows(micro_batch) for micro_batch in batch], lr)
         self.step += 1
         self.meter.count(self.batches.wait_seconds)
         self.loss_sum += outcome.loss_sum
@@ -173,7 +173,7 @@ class Trainer:
             self.data.validation, t.global_batch_size, t.micro_batch_size, self.layout.at.dp, self.layout.sizes.dp,
             limit=t.eval_batches,
         ):  # fmt: skip
-            batch_loss, batch_tokens = self.learner.evaluate([Rows(**rows) for rows in batch])
+            batch_loss, batch_tokens = self.learner.evaluate([_rows(micro_batch) for micro_batch in batch])
             loss, tokens = loss + batch_loss, tokens + batch_tokens
         self.validation_loss = loss / max(tokens, 1)
         self.log(
@@ -202,3 +202,7 @@ class Trainer:
         """A line from rank 0."""
         if self.console is not None:
             self.console.print(text)
+
+
+def _rows(batch: MicroBatch) -> Rows:
+    return Rows(batch["tokens"], batch["labels"], batch["index"], batch.get("position_ids"))

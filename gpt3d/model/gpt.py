@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpt3d.config.schema import ModelConfig
-from gpt3d.model.attention import Rotary
+from gpt3d.model.attention import Rotary, document_mask
 from gpt3d.model.block import Block, hidden_dropout
 from gpt3d.model.norm import Norm
 from gpt3d.model.rotary import rotary_table
@@ -41,10 +42,11 @@ class Embedding(nn.Module):
             place = make.replicated("embedding.position.weight", (model.max_seq_len, model.hidden_size))
             self.position = make.normal(place, model.init_std)
 
-    def forward(self, tokens: Tensor, seed: int) -> Tensor:
+    def forward(self, tokens: Tensor, seed: int, position_ids: Tensor | None = None) -> Tensor:
         x = self.word(tokens)
         if self.position is not None:
-            position = self.position[: tokens.shape[1], None, :]
+            at = self.position[: tokens.shape[1], None, :]
+            position = at if position_ids is None else F.embedding(position_ids.t(), self.position)
             x = x + (scatter_sequence(position, self.layout.tp) if self.layout.sequence_parallel else position)
         p = self.dropout if self.training else 0.0
         return hidden_dropout(x, p, derive(seed, EMBEDDING_SITE), self.layout)
@@ -80,7 +82,8 @@ class GPTStage(nn.Module):
 
     forward(x, seed, labels): x is tokens [b, s] on the first stage, else activations [s, b, h] ([s/t, b, h] under SP);
     the last stage returns the summed loss in nats (fp32 scalar), or logits [s, b, V/t] without labels; the others
-    return activations. `seed` names this microbatch for dropout.
+    return activations. `seed` names this microbatch for dropout. With `position_ids` [b, s], 0 at the start of each
+    document, documents do not see each other.
     """
 
     def __init__(
@@ -98,14 +101,19 @@ class GPTStage(nn.Module):
         if model.position == "rope":
             self.rotary = rotary_table(model, seq_len, layout.device)
 
-    def forward(self, x: Tensor, seed: int, labels: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, seed: int, labels: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+        rotary, mask = self.rotary, None
+        if position_ids is not None:
+            mask = document_mask(position_ids)
+            if rotary is not None:
+                rotary = tuple(table[position_ids.t(), 0] for table in rotary)  # type: ignore[assignment]
         if self.embedding is not None:
-            x = self.embedding(x, seed)
+            x = self.embedding(x, seed, position_ids)
         for block in self.layers.values():
             if self.recompute == "full" and self.training:
-                x = checkpoint(block, x, self.rotary, seed, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, rotary, seed, mask, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, self.rotary, seed)
+                x = block(x, rotary, seed, mask)
         return x if self.head is None else self.head(x, labels)
 
 

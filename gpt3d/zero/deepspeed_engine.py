@@ -42,7 +42,6 @@ class DeepSpeedEngine:
         self.tied = tied_parameters(module, config, layout)
         self.module = module
         mark_counted(module)
-        offloaded = config.zero.offload_optimizer == "cpu"
         self.engine: Any = deepspeed.initialize(
             model=module,
             optimizer=_new_optimizer(config, layout, module),
@@ -64,9 +63,11 @@ class DeepSpeedEngine:
     def loss_scale(self) -> float:
         return float(self.optimizer.cur_scale) if hasattr(self.optimizer, "cur_scale") else 1.0
 
-    def forward(self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         # Not through the engine: it would begin the reduction at any backward from the output, a split one too.
-        return self.module(chunk, x, seed, labels)
+        return self.module(chunk, x, seed, labels, position_ids)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
         self._expect_module_backward()

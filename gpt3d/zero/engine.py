@@ -42,7 +42,9 @@ class Engine(Protocol):
     def loss_scale(self) -> float:
         """Factor that the loss must carry into backward (fp16); 1 otherwise."""
 
-    def forward(self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Run model chunk `chunk` of this rank."""
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
@@ -71,8 +73,10 @@ class Chunks(nn.Module):
         super().__init__()
         self.chunks = nn.ModuleList(chunks)
 
-    def forward(self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None) -> Tensor:
-        return self.chunks[chunk](x, seed, labels)
+    def forward(
+        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        return self.chunks[chunk](x, seed, labels, position_ids)
 
 
 def new_engine(config: RunConfig, layout: Layout, chunks: list[nn.Module]) -> Engine:

@@ -47,8 +47,10 @@ class ReplicatedEngine:
     def loss_scale(self) -> float:
         return self.scaler.scale
 
-    def forward(self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None) -> Tensor:
-        return self.module(chunk, x, seed, labels)
+    def forward(
+        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        return self.module(chunk, x, seed, labels, position_ids)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
         torch.autograd.backward(output, grad)
