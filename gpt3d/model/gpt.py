@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import Placement, even_range
 from gpt3d.parallel.random import derive
 
+Part = TypeVar("Part", bound=nn.Module)
 EMBEDDING_SITE = -1  # stands where a layer's number would, in the seed of a dropout mask
 
 
@@ -77,26 +79,37 @@ class Head(nn.Module):
         return vocab_parallel_cross_entropy(logits, labels.t(), self.layout, self.vocab_size).sum()
 
 
+class OnBuilt(Protocol):
+    """Called with each finished part of the model (embedding, one layer, head), which it returns: ZeRO-3 shards it."""
+
+    def __call__(self, part: Part, /) -> Part: ...
+
+
+def keep_whole(part: Part) -> Part:
+    """Leave it as it is."""
+    return part
+
+
 class GPTStage(nn.Module):
     """Layers `layers` of the model. All of a run's stages together are the model, whatever the cut.
 
     forward(x, seed, labels): x is tokens [b, s] on the first stage, else activations [s, b, h] ([s/t, b, h] under SP);
     the last stage returns the summed loss in nats (fp32 scalar), or logits [s, b, V/t] without labels; the others
     return activations. `seed` names this microbatch for dropout. With `position_ids` [b, s], 0 at the start of each
-    document, documents do not see each other.
+    document, documents do not see each other. `on_built` sees each part as soon as it exists.
     """
 
     def __init__(
         self, model: ModelConfig, layout: Layout, layers: Sequence[int], *, first: bool, last: bool, seq_len: int,
-        dtype: torch.dtype, seed: int, recompute: str = "none",
+        dtype: torch.dtype, seed: int, recompute: str = "none", on_built: OnBuilt = keep_whole,
     ) -> None:  # fmt: skip
         super().__init__()
         make = Factory(layout, dtype, seed)
         self.recompute = recompute
-        self.embedding = Embedding(make, model) if first else None
-        self.layers = nn.ModuleDict({str(i): Block(make, i, model, recompute) for i in layers})
+        self.embedding = on_built(Embedding(make, model)) if first else None
+        self.layers = nn.ModuleDict({str(i): on_built(Block(make, i, model, recompute)) for i in layers})
         tied = self.embedding.word.weight if model.tied_embeddings and self.embedding is not None else None
-        self.head = Head(make, model, tied) if last else None
+        self.head = on_built(Head(make, model, tied)) if last else None
         self.rotary: Rotary | None = None
         if model.position == "rope":
             self.rotary = rotary_table(model, seq_len, layout.device)

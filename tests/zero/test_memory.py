@@ -11,11 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from gpt3d.config.schema import RunConfig
 from gpt3d.learner import Learner
+from gpt3d.model.build import build_chunks
 from gpt3d.model.flops import parameter_count
+from gpt3d.model.gpt import Part
+from gpt3d.parallel.layout import Sizes, create_layout
 from gpt3d.verification.cases import LLAMA, Case
+from gpt3d.zero.engine import sharder
 from tests.zero.bytes import live_bytes, live_storages
 from tests.zero.steps import new_learner, own_rows
 from tests.zero.test_loss import rows_with
@@ -80,3 +85,30 @@ def test_bytes_per_parameter(
     for highest, between in world(_measure, case, 100_000, n=2, timeout=120):
         assert highest == pytest.approx(expected[0], rel=0.02)
         assert between == pytest.approx(expected[1], rel=0.02)
+
+
+def _build(case: Case) -> tuple[float, float]:
+    """Bytes per parameter while the model is built: the highest, with one part still whole; and at the end."""
+    config = config_of(case, 100_000)
+    layout = create_layout(Sizes(dp=case.dp), torch.device("cpu"))
+    known = set(live_storages())
+    highest = 0
+    keep = sharder(config, layout)
+
+    def watched(part: Part) -> Part:
+        nonlocal highest
+        highest = max(highest, live_bytes(known))
+        return keep(part)
+
+    chunks = build_chunks(config, layout, watched)
+    assert chunks
+    n = parameter_count(MODEL)
+    return highest / n, live_bytes(known) / n
+
+
+def test_stage_3_never_holds_the_whole_model(world: Callable[..., list[Any]]) -> None:
+    """Of 12 layers, an embedding and a head one part is whole at a time; without sharding it is all of them."""
+    largest = MODEL.padded_vocab_size * MODEL.hidden_size / parameter_count(MODEL)
+    for highest, end in world(_build, Case(dp=2, zero=3, dtype="bf16"), n=2):
+        assert end == pytest.approx(2 / 2, rel=0.02) and highest < 2 / 2 + 2 * largest
+    assert world(_build, Case(dp=2, zero=2, dtype="bf16"), n=2)[0][1] == pytest.approx(2, rel=0.02)
