@@ -16,6 +16,8 @@ from gpt3d.parallel.copies import check_copies
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.random import derive
 from gpt3d.pipeline.executor import Executor, Microbatch
+from gpt3d.pipeline.recorder import Recorder
+from gpt3d.pipeline.simulate import Timeline
 from gpt3d.pipeline.transport import connect
 from gpt3d.zero.engine import DTYPES, new_engine, sharder
 
@@ -71,6 +73,17 @@ class Learner:
         loss_sum = self.executor.train(self._to_device(rows), self.layout.dp.size / tokens)
         result = self.engine.step(lr)
         return Outcome(loss_sum, tokens, result.grad_norm, result.skipped)
+
+    def start_recording(self) -> None:
+        """Note when each action of the next step begins and ends. Collective."""
+        self.executor.recorder = Recorder(self.layout)
+
+    def take_timeline(self) -> Timeline | None:
+        """Stop recording; the timeline of the first replica's pipeline, on rank 0 only. Collective."""
+        recorder, self.executor.recorder = self.executor.recorder, None
+        assert recorder is not None, "start_recording comes first"
+        first = self.layout.at.tp == 0 and self.layout.at.dp == 0
+        return recorder.gather() if first else None
 
     def evaluate(self, rows: Sequence[Rows]) -> tuple[float, int]:
         """Summed loss [nats] and number of targets over all replicas; each may bring another number of rows.

@@ -22,6 +22,9 @@ from gpt3d.optim.lr import lr_at
 from gpt3d.parallel.collectives import all_reduce
 from gpt3d.parallel.device import Device
 from gpt3d.parallel.layout import Sizes, create_layout
+from gpt3d.pipeline.describe import stage_text
+from gpt3d.pipeline.picture import bubble_in_words, write_timelines
+from gpt3d.pipeline.simulate import Timeline
 from gpt3d.planner.hardware import peak_tflops
 from gpt3d.tracking.banner import banner, summary
 from gpt3d.tracking.metrics import Meter, Metrics
@@ -66,6 +69,7 @@ class Trainer:
         self.step = self.skipped = self.skipped_in_a_row = 0
         self.loss_sum, self.loss_tokens = torch.zeros((), device=self.layout.device), 0
         self.validation_loss: float | None = None
+        self.first_step, self.timelines = 0, list[Timeline]()
         self.run_dir = Path(config.run_dir or ".")
         self.console = Console(t.steps, config.tracking.progress_bar) if self.is_main else None
         self.jsonl = JsonLines(self.run_dir / "metrics.jsonl") if self.is_main else None
@@ -75,6 +79,9 @@ class Trainer:
         t, begun = self.config.trainer, time.perf_counter()
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.learner.engine.module.parameters())
         self.say(banner(self.config, self.layout, self.device, self.data.info, parameters))
+        if self.layout.sizes.pp > 1:
+            self.say(stage_text(self.config))
+        self.first_step = self.step
         first_loss: float | None = None
         while self.step < t.steps:
             metrics = self.train_step()
@@ -107,7 +114,12 @@ class Trainer:
         inject_fault(self.config.debug, self.layout.rank, self.step)
         batch = next(self.batches)
         lr = lr_at(self.step, self.config.optimizer.lr, self.config.lr, self.config.trainer.steps)
+        recording = 0 < self.step - self.first_step <= self.config.trainer.timeline
+        if recording:
+            self.learner.start_recording()
         outcome = self.learner.step([_rows(micro_batch) for micro_batch in batch], lr)
+        if recording:
+            self._keep_timeline()
         self.step += 1
         self.meter.count(self.batches.wait_seconds)
         self.loss_sum += outcome.loss_sum
@@ -141,6 +153,19 @@ class Trainer:
         if not math.isfinite(loss):
             raise TrainingStopped(f"the loss is {loss} at step {self.step}: training has diverged. {self._remedies()}")
         return metrics
+
+    def _keep_timeline(self) -> None:
+        """Collect the step's timeline; after the last one draw them and log the bubble."""
+        timeline = self.learner.take_timeline()
+        if timeline is None:
+            return
+        self.timelines.append(timeline)
+        if len(self.timelines) == self.config.trainer.timeline:
+            chunks = self.config.pipeline.chunks
+            files = write_timelines(self.timelines, chunks, self.config.run_name, self.run_dir)
+            self.say(f"{bubble_in_words(self.timelines, chunks)}; drawn in {files[0]}")
+            if self.jsonl is not None:
+                self.jsonl.log({"step": self.step + 1, "pipeline_bubble": timeline.bubble})
 
     def _watch_skips(self, outcome: Outcome) -> None:
         """Count steps without an update; all ranks see the same ones and stop together when there are too many."""

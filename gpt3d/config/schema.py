@@ -80,6 +80,8 @@ class ParallelConfig:
     sequence_parallel: bool = False
     allow_cross_node_tp: bool = False
     layers_per_stage: Optional[list[int]] = None
+    embedding_layers: float = number(0.0, low=0.0)
+    head_layers: float = number(0.0, low=0.0)
 
 
 @dataclass
@@ -246,6 +248,7 @@ class TrainerConfig:
     sample_tokens: int = number(0, low=0)
     sample_prompt: str = ""
     copy_check_interval: int = number(0, low=0)
+    timeline: int = number(0, low=0)
 
 
 @dataclass
