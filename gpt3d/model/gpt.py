@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -23,10 +23,11 @@ from gpt3d.parallel.layers import (
     vocab_parallel_cross_entropy,
 )
 from gpt3d.parallel.layout import Layout
-from gpt3d.parallel.placement import Placement, even_range
+from gpt3d.parallel.placement import Placement, even_range, placement_of
 from gpt3d.parallel.random import derive
 
 Part = TypeVar("Part", bound=nn.Module)
+VOCABULARY = ("embedding.word.weight", "head.weight")  # rows beyond the vocabulary are padding
 EMBEDDING_SITE = -1  # stands where a layer's number would, in the seed of a dropout mask
 
 
@@ -39,6 +40,7 @@ class Embedding(nn.Module):
         self.word = VocabParallelEmbedding(
             make, "embedding.word", model.padded_vocab_size, model.hidden_size, model.init_std
         )
+        clear_padding(self.word.weight, model.vocab_size)
         self.position: nn.Parameter | None = None
         if model.position == "learned":
             place = make.replicated("embedding.position.weight", (model.max_seq_len, model.hidden_size))
@@ -70,7 +72,9 @@ class Head(nn.Module):
         tp, vocab = make.layout.tp, model.padded_vocab_size
         rows = even_range(vocab, tp.size, tp.rank)
         copy = 1 if model.tied_embeddings else 0
-        return make.normal(Placement(name, (vocab, model.hidden_size), 0, rows, copy), model.init_std)
+        weight = make.normal(Placement(name, (vocab, model.hidden_size), 0, rows, copy), model.init_std)
+        clear_padding(weight, model.vocab_size)
+        return weight
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
         logits = ColumnLinearFunction.apply(self.norm(x), self.weight, self.layout)
@@ -130,6 +134,8 @@ class GPTStage(nn.Module):
         return x if self.head is None else self.head(x, labels)
 
 
-def tied_copies(stage: nn.Module) -> Iterator[nn.Parameter]:
-    """The word embeddings of a stage (the tied head's copy among them)."""
-    return (p for p in stage.parameters() if p.placement.name == "embedding.word.weight")  # type: ignore[attr-defined]
+@torch.no_grad()
+def clear_padding(parameter: nn.Parameter, vocab_size: int) -> None:
+    """Zero the rows that pad the vocabulary. They get no gradient and stay zero, so checkpoints can leave them out."""
+    first = placement_of(parameter).ranges[0][0]
+    parameter[max(0, vocab_size - first) :].zero_()
