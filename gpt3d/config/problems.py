@@ -25,6 +25,8 @@ class Problem:
 class ConfigError(ValueError):
     """The configuration can't run. Carries every problem found; its text is the one message for the user."""
 
+    show_traceback = False
+
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)
         super().__init__(format_problems(self.problems))

@@ -80,6 +80,8 @@ class ParallelConfig:
     sequence_parallel: bool = False
     allow_cross_node_tp: bool = False
     layers_per_stage: Optional[list[int]] = None
+    embedding_layers: float = number(0.0, low=0.0)
+    head_layers: float = number(0.0, low=0.0)
 
 
 @dataclass
@@ -125,7 +127,7 @@ class PrecisionConfig:
 class OptimizerConfig:
     """AdamW. No decay on norms and biases."""
 
-    name: str = one_of("adamw", default="adamw")
+    name: str = one_of("adamw", "cpu_adamw", default="adamw")
     lr: float = number(low=0.0)
     beta1: float = number(0.9, low=0.0, high=1.0)
     beta2: float = number(0.95, low=0.0, high=1.0)
@@ -224,6 +226,15 @@ class CheckpointConfig:
     """When the run is saved, and what it starts from."""
 
     interval: int = number(0, low=0)
+    final: bool = True
+    on_signal: bool = True
+    signal_seconds: float = number(120.0, low=0.0)
+    background: bool = True
+    keep_last: int = number(2, low=1)
+    keep_every: int = number(0, low=0)
+    resume: str = "none"
+    verify: str = one_of("full", "sample", "off", default="full")
+    accept_changes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -246,6 +257,7 @@ class TrainerConfig:
     sample_tokens: int = number(0, low=0)
     sample_prompt: str = ""
     copy_check_interval: int = number(0, low=0)
+    timeline: int = number(0, low=0)
 
 
 @dataclass

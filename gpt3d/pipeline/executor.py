@@ -29,6 +29,7 @@ class Microbatch:
     tokens: Tensor
     labels: Tensor
     seed: int
+    position_ids: Tensor | None = None  # [b, s], 0 at the start of each document: attention stays within documents
 
 
 class InFlight(NamedTuple):
@@ -119,7 +120,8 @@ class Executor:
         """Run one chunk; send its output on, or add it to `loss` on the last stage."""
         x = message.requires_grad_(training) if message is not None else microbatch.tokens
         is_last = self.rank == self.stages - 1 and action.chunk == self.chunks - 1
-        out = self.engine.forward(action.chunk, x, microbatch.seed, microbatch.labels if is_last else None)
+        labels = microbatch.labels if is_last else None
+        out = self.engine.forward(action.chunk, x, microbatch.seed, labels, microbatch.position_ids)
         if training:
             self.in_flight[action.chunk, action.microbatch] = InFlight(x, get_gradient_edge(out))
         if is_last:
