@@ -75,7 +75,14 @@ THEORY = {
 FP32 = {("fp32", "fp32", 0): (16, 12), ("fp32", "fp32", 1): (14, 10), ("fp32", "fp32", 3): (10, 10)}
 
 
-@pytest.mark.parametrize(("kind", "expected"), [*THEORY.items(), *FP32.items()], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        *THEORY.items(),
+        *(pytest.param(*item, marks=pytest.mark.slow) for item in FP32.items()),
+    ],
+    ids=str,
+)
 def test_bytes_per_parameter(
     world: Callable[..., list[Any]], kind: tuple[str, str, int], expected: tuple[float, float]
 ) -> None:
