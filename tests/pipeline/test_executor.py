@@ -91,13 +91,15 @@ def test_evaluation_of_any_number_of_batches(world: World) -> None:
                 assert targets == want_targets and loss == pytest.approx(want, rel=2e-6)
 
 
-def test_overflow_on_one_stage_is_skipped_by_all(world: World) -> None:
-    case = Case(pp=2, micro=1, zero=0, dtype="fp16")
+@pytest.mark.parametrize("dtype, zero", [("fp16", 0), *(("fp32", zero) for zero in range(4)), ("bf16", 1), ("bf16", 3)])
+def test_overflow_on_one_stage_is_skipped_by_all(world: World, dtype: str, zero: int) -> None:
+    case = Case(pp=2, micro=1, zero=zero, dtype=dtype)
     first, last = world(runs.overflow_on_last_stage, case, 3, 4, n=2)
+    assert first == last
     assert [skipped for skipped, _, _ in first] == [False, False, True, False]
     assert [moved for _, _, moved in first] == [True, True, False, True]
-    assert first == last
-    assert first[2][1] == first[1][1] / 2
+    scales = [scale for _, scale, _ in first]
+    assert scales == ([65536.0, 65536.0, 32768.0, 32768.0] if dtype == "fp16" else [1.0] * 4)
 
 
 COPIES = [
