@@ -102,9 +102,9 @@ class Trainer:
                 if t.eval_interval and self.step % t.eval_interval == 0 and self.step < t.steps:
                     self.validate()
                 self.checkpoints.after_step(self.step, self.progress)
-        self.batches.close()
-        self.validate()
-        self.checkpoints.at_end(self.step, self.progress)
+            self.batches.close()
+            self.validate()
+            self.checkpoints.at_end(self.step, self.progress)
         seconds = time.perf_counter() - begun
         results = {
             "steps": self.step,

@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from gpt3d.checkpoint.blocks import CorruptCheckpoint, FileSums, VerifiedFile, write_file
+from gpt3d.checkpoint.blocks import FileSums, VerifiedFile, write_file
+from gpt3d.checkpoint.folder import INDEX
+from gpt3d.checkpoint.reader import FORMAT, read_index
 
-INDEX = "index.json"
-FORMAT = 1
 VISIBLE_SECONDS = 30.0
 BOUNCE = 1 << 24  # bytes copied from a device at once
 
@@ -134,9 +134,7 @@ class RawReader(StorageReader):
         """Nothing to reset: a reader is made for one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        index = json.loads((self.folder / INDEX).read_text())
-        if index["format"] != FORMAT:
-            raise CorruptCheckpoint(f"{self.folder} has the format {index['format']}; this version reads {FORMAT}")
+        index = read_index(self.folder)
         self.files = {name: FileSums(entry["size"], entry["crc32"]) for name, entry in index["files"].items()}
         metadata = Metadata({}, storage_data=self.locations)
         for key, tensor in index["tensors"].items():
@@ -209,8 +207,13 @@ def _await_visible(path: Path, size: int) -> None:
 def _host_bytes(values: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor in row-major order, without a copy where they lie so in host memory already."""
     if values.device.type == "cpu" and values.is_contiguous():
-        yield memoryview(values.view(-1).view(torch.uint8).numpy())
+        yield _bytes(values)
         return
     rows = max(1, BOUNCE // max(1, values[0].numel() * values.element_size()))
     for part in values.split(rows):
-        yield memoryview(part.contiguous().cpu().view(-1).view(torch.uint8).numpy())
+        yield _bytes(part.contiguous().cpu())
+
+
+def _bytes(values: Tensor) -> memoryview:
+    data: Any = values.view(-1).view(torch.uint8).numpy()
+    return memoryview(data)

@@ -65,7 +65,7 @@ class Together:
                 outcome = (decide(), None)
             except Exception as error:
                 outcome = (None, error)
-        value, error = self.from_main(outcome)
-        if error is not None:
-            raise error
-        return value  # type: ignore[no-any-return]
+        value, raised = self.from_main(outcome)
+        if raised is not None:
+            raise raised
+        return value

@@ -1,4 +1,4 @@
-"""Every layout reads what every other wrote, bit for bit; every number is written once, by ranks that share the work."""
+"""Every layout reads what every other wrote, bit for bit; each number is written once, by ranks that share the work."""
 
 from __future__ import annotations
 
