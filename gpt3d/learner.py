@@ -19,7 +19,7 @@ from gpt3d.pipeline.executor import Executor, Microbatch
 from gpt3d.pipeline.recorder import Recorder
 from gpt3d.pipeline.simulate import Timeline
 from gpt3d.pipeline.transport import connect
-from gpt3d.zero.engine import DTYPES, new_engine
+from gpt3d.zero.engine import DTYPES, new_engine, sharder
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Learner:
 
     def __init__(self, config: RunConfig, layout: Layout) -> None:
         self.layout, self.seed, self.zero_stage = layout, config.seed, config.zero.stage
-        self.engine = new_engine(config, layout, build_chunks(config, layout))
+        self.engine = new_engine(config, layout, build_chunks(config, layout, sharder(config, layout)))
         self.seq_len, self.micro_batch_size = config.data.seq_len, config.trainer.micro_batch_size
         self.padded_vocab_size = config.model.padded_vocab_size
         sequence = self.seq_len // (layout.tp.size if layout.sequence_parallel else 1)

@@ -46,14 +46,20 @@ def train_here(config: RunConfig) -> float | None:
 
     world = this_machine(config)
     recorded = make_run_dir(config)
-    data.prepare(config)
+    try:
+        data.prepare(config)
+    except data.DataError as error:
+        sys.exit(f"gpt3d: {error}")
     ranks, device = total_ranks(config, world), world.device or "cpu"
+    grace = config.checkpoint.signal_seconds if config.checkpoint.on_signal else launch.GRACE_SECONDS
     print(
         f"gpt3d: starting {ranks} rank{'s' if ranks > 1 else ''} on {device}; run folder {recorded['run_dir']}",
         flush=True,
     )
     try:
-        results = launch.start(train_rank, recorded, nprocs=ranks, device=device, run_dir=recorded["run_dir"])
+        results = launch.start(
+            train_rank, recorded, nprocs=ranks, device=device, run_dir=recorded["run_dir"], grace=grace
+        )
     except launch.RankFailed as failure:
         sys.exit(f"gpt3d: {failure}")
     return results["validation_loss"]
@@ -61,22 +67,26 @@ def train_here(config: RunConfig) -> float | None:
 
 def check_here(config: RunConfig) -> None:
     """Raise ConfigError with everything that keeps this configuration from running on this machine."""
+    from gpt3d.checkpoint.settings import check_start
     from gpt3d.launch.machine import this_machine
 
     require_valid(config, this_machine(config))
+    check_start(config)
 
 
 def compose_on_rank_0() -> dict[str, Any] | None:
     """Under a launcher: the checked and recorded configuration, or None if only help was asked for."""
+    from gpt3d.checkpoint.settings import check_start
     from gpt3d.launch.join import joining
     from gpt3d.launch.machine import this_machine
 
     composed: list[dict[str, Any]] = []
-    run_cli(
-        lambda config: composed.append(make_run_dir(config)),
-        HELP,
-        check=lambda config: require_valid(config, this_machine(config, joining())),
-    )
+
+    def check(config: RunConfig) -> None:
+        require_valid(config, this_machine(config, joining()))
+        check_start(config)
+
+    run_cli(lambda config: composed.append(make_run_dir(config)), HELP, check=check)
     return composed[0] if composed else None
 
 
@@ -90,9 +100,11 @@ def make_run_dir(config: RunConfig) -> dict[str, Any]:
     hydra = HydraConfig.get()
     plain = OmegaConf.to_container(OmegaConf.structured(config))
     assert isinstance(plain, dict)
-    named = config.run_dir is not None
+    named, go_on = config.run_dir is not None, config.checkpoint.resume == "auto"
     path = Path(config.run_dir or hydra.runtime.output_dir)
-    return rundir.create(path, {str(k): v for k, v in plain.items()}, list(hydra.overrides.task), exact=named)
+    return rundir.create(
+        path, {str(k): v for k, v in plain.items()}, list(hydra.overrides.task), exact=named, go_on=go_on
+    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gpt3d.checkpoint.run import RunCheckpoints
 from gpt3d.config.arithmetic import World, resolve_dp
 from gpt3d.config.problems import ConfigError
 from gpt3d.config.rules import check_vocabulary, require_valid
@@ -58,49 +59,61 @@ class Trainer:
         if problems := check_vocabulary(config, self.data.largest_id):
             raise ConfigError(problems)
         self.learner = Learner(config, self.layout)
-        t = config.trainer
-        self.batches = Batches(
-            self.data.train, t.global_batch_size, t.micro_batch_size, self.layout.at.dp, sizes.dp,
-            pin_memory=device.kind == "cuda",
-        )  # fmt: skip
-        name = torch.cuda.get_device_name(device.torch_device) if device.kind == "cuda" else None
-        peak = peak_tflops(name, config.precision.dtype, config.cluster.peak_tflops if name else None)
-        self.meter = Meter(config, world, peak)
-        self.step = self.skipped = self.skipped_in_a_row = 0
+        t, self.begun = config.trainer, time.perf_counter()
+        self.step = self.skipped = self.skipped_in_a_row = self.tokens = 0
         self.loss_sum, self.loss_tokens = torch.zeros((), device=self.layout.device), 0
+        self.loss: float | None = None
         self.validation_loss: float | None = None
         self.first_step, self.timelines = 0, list[Timeline]()
         self.run_dir = Path(config.run_dir or ".")
         self.console = Console(t.steps, config.tracking.progress_bar) if self.is_main else None
         self.jsonl = JsonLines(self.run_dir / "metrics.jsonl") if self.is_main else None
+        self.checkpoints = RunCheckpoints(config, self.learner, self.data.fingerprint, self.run_dir, self.say)
+        resumed = self.checkpoints.resume()
+        self.batches = Batches(
+            self.data.train, t.global_batch_size, t.micro_batch_size, self.layout.at.dp, sizes.dp,
+            start=resumed["consumed_samples"] if resumed else 0, pin_memory=device.kind == "cuda",
+        )  # fmt: skip
+        if resumed:
+            self._restore(resumed)
+        name = torch.cuda.get_device_name(device.torch_device) if device.kind == "cuda" else None
+        peak = peak_tflops(name, config.precision.dtype, config.cluster.peak_tflops if name else None)
+        self.meter = Meter(config, world, peak)
 
     def run(self) -> dict[str, Any]:
         """Train for `trainer.steps` steps, validate, and sample; returns the run's results."""
-        t, begun = self.config.trainer, time.perf_counter()
+        t, begun, tokens_before = self.config.trainer, time.perf_counter(), self.tokens
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.learner.engine.module.parameters())
         self.say(banner(self.config, self.layout, self.device, self.data.info, parameters))
         if self.layout.sizes.pp > 1:
             self.say(stage_text(self.config))
         self.first_step = self.step
         first_loss: float | None = None
-        while self.step < t.steps:
-            metrics = self.train_step()
-            if metrics is not None:
-                self.log(metrics)
-                first_loss = first_loss if first_loss is not None else float(metrics["loss"] or 0)
-            if t.eval_interval and self.step % t.eval_interval == 0 and self.step < t.steps:
-                self.validate()
-        self.batches.close()
-        self.validate()
+        with self.checkpoints:
+            while self.step < t.steps:
+                try:
+                    metrics = self.train_step()
+                except TrainingStopped:
+                    self.checkpoints.at_stop(self.step, self.progress)
+                    raise
+                if metrics is not None:
+                    self.log(metrics)
+                    first_loss = first_loss if first_loss is not None else self.loss
+                if t.eval_interval and self.step % t.eval_interval == 0 and self.step < t.steps:
+                    self.validate()
+                self.checkpoints.after_step(self.step, self.progress)
+            self.batches.close()
+            self.validate()
+            self.checkpoints.at_end(self.step, self.progress)
         seconds = time.perf_counter() - begun
         results = {
             "steps": self.step,
             "first_loss": first_loss,
             "validation_loss": self.validation_loss,
             "unigram_entropy": self.data.unigram_entropy,
-            "tokens": self.step * self.meter.tokens_per_step,
+            "tokens": self.tokens,
             "seconds": seconds,
-            "tokens_per_s": self.step * self.meter.tokens_per_step / seconds,
+            "tokens_per_s": (self.tokens - tokens_before) / seconds,
         }
         text = self.sample()
         self.say(summary(self.config, results, text, self.run_dir))
@@ -121,6 +134,7 @@ class Trainer:
         if recording:
             self._keep_timeline()
         self.step += 1
+        self.tokens += self.meter.tokens_per_step
         self.meter.count(self.batches.wait_seconds)
         self.loss_sum += outcome.loss_sum
         self.loss_tokens += outcome.tokens
@@ -148,7 +162,9 @@ class Trainer:
             "skipped_steps": self.skipped,
             "memory_gb": float(all_reduce(memory, self.layout.world, dist.ReduceOp.MAX)) / 2**30,
             **self.meter.read(self.step),
+            "tokens": self.tokens,
         }
+        self.loss = loss
         self.loss_sum, self.loss_tokens = torch.zeros_like(self.loss_sum), 0
         if not math.isfinite(loss):
             raise TrainingStopped(f"the loss is {loss} at step {self.step}: training has diverged. {self._remedies()}")
@@ -210,6 +226,39 @@ class Trainer:
             }
         )
         self.meter.pause(time.perf_counter() - begun)
+
+    def progress(self) -> dict[str, Any]:
+        """All that the loop needs to go on, beside weights and optimizer. Collective."""
+        sums: list[Any] = [None] * self.layout.world.size
+        dist.all_gather_object(
+            sums, float(self.loss_sum)
+        )  # each rank's own: the next logged loss is then the same bits
+        return {
+            "step": self.step,
+            "consumed_samples": self.batches.consumed_samples,
+            "consumed_tokens": self.tokens,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "loss_sums": {"tp": self.layout.sizes.tp, "ranks": sums},
+            "loss_tokens": self.loss_tokens,
+            "loss": self.loss,
+            "validation_loss": self.validation_loss,
+            "seconds": time.perf_counter() - self.begun,
+        }
+
+    def _restore(self, progress: dict[str, Any]) -> None:
+        """The inverse of `progress`, in any layout."""
+        self.step, self.tokens = progress["step"], progress["consumed_tokens"]
+        self.skipped, self.skipped_in_a_row = progress["skipped"], progress["skipped_in_a_row"]
+        self.loss, self.validation_loss = progress["loss"], progress["validation_loss"]
+        self.begun -= progress["seconds"]
+        tp, sums = progress["loss_sums"]["tp"], progress["loss_sums"]["ranks"]
+        if tp != self.layout.tp.size or len(sums) != self.layout.world.size:
+            sums = [sum(sums) / tp * self.layout.tp.size, *[0.0] * (self.layout.world.size - 1)]
+        self.loss_sum += sums[self.layout.rank]
+        self.loss_tokens = progress["loss_tokens"]
+        if self.console is not None:
+            self.console.advance(self.step)
 
     def sample(self) -> str | None:
         """Text sampled from the model, if `trainer.sample_tokens` asks for it."""

@@ -306,9 +306,16 @@ def timeline(config: RunConfig, world: World) -> Iterator[Problem]:
         yield Problem("trainer.timeline", config.trainer.timeline, "pictures need matplotlib, which is missing", fix)
 
 
+def checkpoints(config: RunConfig, world: World) -> Iterator[Problem]:
+    """`auto` looks in this run's folder, so that must be a lasting one."""
+    if config.checkpoint.resume == "auto" and config.run_dir is None:
+        why = "continues the run in run_dir, but without run_dir every start makes a new folder"
+        yield Problem("checkpoint.resume", "auto", why, "run_dir=PATH beside it, or checkpoint.resume=PATH")
+
+
 RULES: tuple[Rule, ...] = (
     names, model_shape, tensor_parallel, pipeline, ranks, machine, memory, batch, zero, precision, learning_rate,
-    timeline,
+    timeline, checkpoints,
 )  # fmt: skip
 
 

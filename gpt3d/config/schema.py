@@ -154,7 +154,7 @@ class HfConfig:
     name: Optional[str] = None
     split: str = "train"
     revision: Optional[str] = None
-    data_files: Any = None
+    data_files: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     streaming: bool = False
     streams: int = number(64, low=1)
@@ -226,6 +226,15 @@ class CheckpointConfig:
     """When the run is saved, and what it starts from."""
 
     interval: int = number(0, low=0)
+    final: bool = True
+    on_signal: bool = True
+    signal_seconds: float = number(120.0, low=0.0)
+    background: bool = True
+    keep_last: int = number(2, low=1)
+    keep_every: int = number(0, low=0)
+    resume: str = "none"
+    verify: str = one_of("full", "sample", "off", default="full")
+    accept_changes: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,12 @@ def build_data(config: RunConfig, dp_rank: int = 0, dp_size: int = 1) -> Data:
     if config.data.source == "hf" and config.data.hf.streaming:
         return _streaming(config, tokenizer, dp_rank, dp_size)
     return _prepared(config, tokenizer)
+
+
+def fingerprint_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What differs between the fingerprint a run was saved with and the present one, a line each."""
+    keys = [*saved, *(key for key in now if key not in saved)]
+    return [f"{key} was {saved.get(key)}, is now {now.get(key)}" for key in keys if saved.get(key) != now.get(key)]
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer:
@@ -147,7 +154,11 @@ def _prepared(config: RunConfig, tokenizer: Tokenizer) -> Data:
         scale = min(c.sum() / share for c, share in zip(counts, shares, strict=True))
         blended = np.sum([c / c.sum() * s * scale for c, s in zip(counts, shares, strict=True)], axis=0)
         entropy = unigram_entropy(blended, count_ids(tokens, tokenizer.vocab_size))
-    lines = [_describe(*each, tokenizer) for each in zip(opened, datasets, shares, strict=True)]
+    samples = config.trainer.steps * config.trainer.global_batch_size
+    lines = [
+        _describe(corpus, dataset, share, samples, tokenizer)
+        for corpus, dataset, share in zip(opened, datasets, shares, strict=True)
+    ]
     return Data(
         train=train,
         validation=validation,
@@ -171,13 +182,17 @@ def _dataset(data: DataConfig, corpus: Corpus, tokenizer: Tokenizer, stream: int
     return TokenDataset(corpus.train, data.seq_len, data.seed, stream, mask_eod)
 
 
-def _describe(corpus: Corpus, dataset: TokenDataset | PackedDataset, share: float, tokenizer: Tokenizer) -> str:
+def _describe(
+    corpus: Corpus, dataset: TokenDataset | PackedDataset, share: float, samples: int, tokenizer: Tokenizer
+) -> str:
     held_out = corpus.validation
+    passes = samples * share / dataset.samples_per_epoch
+    often = " (beyond 4, repeated text teaches less and less)" if passes > 4 else ""
     kept = f"{held_out.documents:,} documents, {held_out.tokens:,} tokens" if held_out else "nothing"
     return (
         f"{corpus.name}{f' ({100 * share:.4g} % of the samples)' if share < 1 else ''}: "
         f"{corpus.train.documents:,} documents, {corpus.train.tokens:,} tokens of {tokenizer.name}; "
-        f"{dataset.describe()}; held out: {kept}"
+        f"{dataset.describe()}, {passes:.3g} passes in this run{often}; held out: {kept}"
         f"{corpus.notes}"
     )
 

@@ -44,6 +44,7 @@ class TokenDataset:
             )
         self.source, self.seq_len, self.mask_eod = source, seq_len, mask_eod
         self.index = SampleIndex(source.tokens, seq_len, seed, stream)
+        self.samples_per_epoch = self.index.samples_per_epoch
 
     def sample(self, k: int) -> np.ndarray:
         """Tokens [seq_len + 1] int64 of sample k."""
@@ -61,7 +62,7 @@ class TokenDataset:
 
     def describe(self) -> str:
         """Samples of an epoch and what is left over."""
-        return f"{self.index.samples_per_epoch:,} samples an epoch, {self.index.remainder:,} tokens over"
+        return f"{self.samples_per_epoch:,} samples an epoch, {self.index.remainder:,} tokens over"
 
 
 class SyntheticDataset:

@@ -33,7 +33,7 @@ def identity(config: HfConfig) -> dict[str, Any]:
     """What is taken to determine the content: the arguments, and size and time of local files."""
     arguments = OmegaConf.to_container(OmegaConf.structured(config))
     assert isinstance(arguments, dict)
-    local = [Path(p) for p in _data_files(config.data_files)] + ([Path(config.path)] if config.path else [])
+    local = [Path(path) for path in [*config.data_files, *([config.path] if config.path else [])]]
     stats = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for path in local for p in _below(path)]
     return {str(key): value for key, value in arguments.items()} | {"local": stats}
 
@@ -59,7 +59,7 @@ def _load(path: str, column: str, frozen: str) -> Any:
                 config.name,
                 split=config.split,
                 revision=config.revision,
-                data_files=config.data_files,
+                **({"data_files": list(config.data_files)} if config.data_files else {}),
                 streaming=config.streaming,
                 **config.options,
             )
@@ -72,15 +72,6 @@ def _load(path: str, column: str, frozen: str) -> Any:
             f"{describe(config)} has no column data.text_column={column}; its columns are {sorted(columns)}"
         )
     return rows.select_columns([column])
-
-
-def _data_files(files: Any) -> list[str]:
-    if files is None:
-        return []
-    if isinstance(files, str):
-        return [files]
-    values = files.values() if isinstance(files, dict) else files
-    return [path for value in values for path in _data_files(value)]
 
 
 def _below(path: Path) -> list[Path]:

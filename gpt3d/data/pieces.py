@@ -57,9 +57,8 @@ def find_files(paths: Iterable[str], suffixes: Iterable[str]) -> list[Path]:
         else:
             matches = [Path(expanded)] if Path(expanded).is_file() else []
         if not matches:
-            raise DataError(
-                f"data.paths: {given} matches no file ({', '.join(wanted)}); the current folder is {Path.cwd()}"
-            )
+            kinds = ", ".join(suffix for suffix in wanted if not suffix.endswith(COMPRESSED))
+            raise DataError(f"data.paths: {given} matches no file ({kinds}); the current folder is {Path.cwd()}")
         found |= dict.fromkeys(path.resolve() for path in matches)
     return list(found)
 

@@ -14,6 +14,7 @@ from gpt3d.data.order import Permutation
 from gpt3d.data.pieces import Piece
 from gpt3d.data.split import first_of_each, split
 from gpt3d.data.token_file import TokenFileWriter, token_dtype
+from gpt3d.data.tokenizer import JsonTokenizer
 from gpt3d.data.worker import Job, Outcome
 from gpt3d.data.workers import run_pieces
 
@@ -41,6 +42,9 @@ def prepare_corpus(
             order = order[Permutation(len(order), "documents")(np.arange(len(order)))]
         splits = _write_splits(job, parts, order, split(parts.hashes[order], validation_fraction))
     tokenizer = {"name": job.tokenizer.name, "fingerprint": job.tokenizer.fingerprint}
+    if isinstance(job.tokenizer, JsonTokenizer):  # a copy, so that the folder can be read by itself
+        (job.folder / "tokenizer.json").write_text(job.tokenizer.content, encoding="utf-8")
+        tokenizer["eod_token"] = job.tokenizer.eod_token
     places = [f"{kind}: {place}" for kind, place in _first_places(outcomes)]
     return {"format": FORMAT, "tokenizer": tokenizer, "left_out": dict(counts), "places": places} | splits
 

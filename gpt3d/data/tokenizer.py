@@ -67,7 +67,7 @@ class JsonTokenizer(Tokenizer):
     def __init__(self, content: str, name: str, eod_token: str | None = None) -> None:
         import tokenizers
 
-        self.name, self._arguments = name, (content, name, eod_token)
+        self.name, self.content = name, content
         try:
             self._reference = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises bare Exception
@@ -89,7 +89,7 @@ class JsonTokenizer(Tokenizer):
         self._fast = as_tiktoken(self._reference, json.loads(content), {token: vocabulary[token] for token in added})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return JsonTokenizer, self._arguments
+        return JsonTokenizer, (self.content, self.name, self.eod_token)
 
     @property
     def engine(self) -> str:

@@ -49,14 +49,17 @@ def trained_json(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def _byte_level_json(vocabulary: dict[str, int], merges: list[tuple[str, ...]], special: str) -> str:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    pairs = [(left, right) for left, right in merges]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([special])
-    return tokenizer.to_str()
+    """A tokenizer.json with GPT-2's pre-tokenization, `special` as its only added token."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"id": len(vocabulary), "content": special, "special": True} | flags],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [list(merge) for merge in merges]},
+    }
+    return json.dumps(content, ensure_ascii=False)
 
 
 def as_tiktoken(reference: Any, content: dict[str, Any], special: dict[str, int]) -> Any | None:
@@ -69,7 +72,7 @@ def as_tiktoken(reference: Any, content: dict[str, Any], special: dict[str, int]
     symbols = _byte_of_symbol()
     try:
         vocabulary = content["model"]["vocab"].items()
-        ranks = {bytes(symbols[c] for c in token): i for token, i in vocabulary if token not in special}
+        ranks = {bytes(map(symbols.__getitem__, token)): i for token, i in vocabulary if token not in special}
         encoding = tiktoken.Encoding("gpt3d", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         for text in _PROBE:
             fast = encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=()).tolist()

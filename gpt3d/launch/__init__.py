@@ -9,6 +9,8 @@ launch.start(rank_main, config, nprocs=4, device="cpu", run_dir=run_dir)
 from gpt3d.launch.environment import LaunchError, World
 from gpt3d.launch.failure import RankFailed
 from gpt3d.launch.join import join_world, joining
-from gpt3d.launch.local import preload, run_ranks, start
+from gpt3d.launch.local import GRACE_SECONDS, preload, run_ranks, start
 
-__all__ = ["LaunchError", "RankFailed", "World", "join_world", "joining", "preload", "run_ranks", "start"]
+__all__ = [
+    "GRACE_SECONDS", "LaunchError", "RankFailed", "World", "join_world", "joining", "preload", "run_ranks", "start",
+]  # fmt: skip

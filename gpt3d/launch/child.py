@@ -41,7 +41,7 @@ def main(task: Task, report: Connection, stacks: Connection) -> None:
         _redirect_output(task.log)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable(stacks.fileno())
-    faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
+    faulthandler.register(signal.SIGUSR2, stacks.fileno(), all_threads=True)
 
     outcome = _run(task)
     try:

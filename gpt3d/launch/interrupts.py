@@ -1,13 +1,18 @@
-"""Signals of the supervisor: Ctrl-C, SIGTERM and SIGHUP become one exception, so that the ranks are ended once."""
+"""Signals of the supervisor: Ctrl-C, SIGTERM and SIGHUP become one exception, so that the ranks are ended once.
+
+SIGUSR1 (save a checkpoint) goes on to the ranks.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+
+from gpt3d.launch.worker import Worker
 
 
 @dataclass
@@ -41,3 +46,22 @@ def interrupts_raise() -> Iterator[Interrupts]:
     finally:
         for signum, handler in saved.items():
             signal.signal(signum, handler)
+
+
+@contextmanager
+def passed_on(number: signal.Signals, workers: Sequence[Worker]) -> Iterator[None]:
+    """For the time of the block, send `number` on to the ranks instead of dying of it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        for worker in workers:
+            if worker.running:
+                worker.send(number)
+
+    saved = signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(number, saved)

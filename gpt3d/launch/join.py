@@ -56,7 +56,7 @@ def join_world(
     """
     os.environ.update(world.variables())
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     try:
         store, config = _lead(world, compose, start_limit) if world.rank == 0 else _follow(world, start_limit)
     except LaunchError as error:

@@ -11,6 +11,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -24,10 +25,11 @@ from typing import Any
 
 from gpt3d.launch import child
 from gpt3d.launch.failure import RankFailed, describe, describe_hang
-from gpt3d.launch.interrupts import Interrupts, interrupts_raise
+from gpt3d.launch.interrupts import Interrupts, interrupts_raise, passed_on
 from gpt3d.launch.worker import Worker
 
 SETTLE_SECONDS = 1.0  # after the first failure: time for the others to report, so that the cause can be told
+GRACE_SECONDS = 5.0  # between the request to end and SIGKILL, for ranks that have nothing to save
 FAILURE_GRACE_SECONDS = 2.0  # the peers of a failed rank have nothing left to save
 STACK_DUMP_SECONDS = 0.5
 POLL_SECONDS = 0.2  # a rank whose own workers hold its pipe open is noticed dead this late
@@ -41,7 +43,7 @@ def run_ranks(
     nprocs: int,
     device: str = "cpu",
     timeout: float | None = None,
-    grace: float = 5.0,
+    grace: float = GRACE_SECONDS,
     log_dir: Path | str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
@@ -67,10 +69,17 @@ def run_ranks(
                     log = str(Path(log_dir) / f"rank{rank}.log") if log_dir is not None and rank else None
                     variables = _variables(rank, nprocs, store.port, device, env)
                     workers.append(Worker.start(context, rank, child.Task(body, variables, device, log)))
-            failure = _supervise(workers, timeout, log_dir)
+            with passed_on(signal.SIGUSR1, workers):
+                failure = _supervise(workers, timeout, log_dir)
             if failure is not None:
                 grace = min(grace, FAILURE_GRACE_SECONDS)
                 raise failure
+        except (KeyboardInterrupt, SystemExit):
+            if grace > GRACE_SECONDS:
+                print(
+                    f"gpt3d: the ranks may save, for up to {grace:g} s; a further signal ends them at once", flush=True
+                )
+            raise
         finally:
             interrupts.ending = True
             _end(workers, grace, interrupts)
@@ -78,11 +87,17 @@ def run_ranks(
 
 
 def start(
-    rank_main: Callable[[dict[str, Any]], Any], config: dict[str, Any], *, nprocs: int, device: str, run_dir: Path | str
+    rank_main: Callable[[dict[str, Any]], Any],
+    config: dict[str, Any],
+    *,
+    nprocs: int,
+    device: str,
+    run_dir: Path | str,
+    grace: float = GRACE_SECONDS,
 ) -> Any:
     """Train: `rank_main(config)` on `nprocs` local ranks, logs in `run_dir/logs`; returns the result of rank 0."""
-    extra = config.get("cluster", {}).get("env", {})
-    return run_ranks(rank_main, config, nprocs=nprocs, device=device, log_dir=Path(run_dir) / "logs", env=extra)[0]
+    extra, logs = config.get("cluster", {}).get("env", {}), Path(run_dir) / "logs"
+    return run_ranks(rank_main, config, nprocs=nprocs, device=device, grace=grace, log_dir=logs, env=extra)[0]
 
 
 def preload(*modules: str) -> None:

@@ -45,6 +45,7 @@ def run_body(fn: Callable[..., Any], args: Sequence[Any] = ()) -> Outcome:
     """Call `fn(*args)`; SIGTERM and SIGINT end it as SystemExit(128 + n). Every error becomes an outcome."""
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # "save now": nothing to save until training has begun
     try:
         return Outcome(ok=True, value=fn(*args))
     except SystemExit as stop:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "deepspeed", "hydra-core", "omegaconf", "numpy", "datasets", "tokenizers", "tiktoken")
+RECORDS = ("config.yaml", "overrides.yaml", "command.txt", "environment.json")
 MOST_NAMES = 10_000
 
 
@@ -26,12 +27,13 @@ class RunDirError(RuntimeError):
 
 
 def create(
-    path: Path | str, config: dict[str, Any], overrides: Sequence[str], *, exact: bool = False
+    path: Path | str, config: dict[str, Any], overrides: Sequence[str], *, exact: bool = False, go_on: bool = False
 ) -> dict[str, Any]:
     """Make the folder of a run and record in it what the run is; returns `config` with `run_dir` set to it (absolute).
 
     A folder that holds a run (a `config.yaml`) is left alone: the next free of `path-2`, `path-3`, ... is taken, or,
-    with `exact` (the user named the folder), RunDirError is raised.
+    with `exact` (the user named the folder), RunDirError is raised. `go_on`: the run in it is continued; what it
+    recorded of itself is kept under numbered names (`config-1.yaml`).
     """
     from omegaconf import OmegaConf
 
@@ -41,6 +43,8 @@ def create(
         except OSError as error:
             raise RunDirError(f"run_dir={path}: the folder cannot be made ({error})") from None
         recorded = {**config, "run_dir": str(folder)}
+        if go_on:
+            _number_records(folder)
         try:
             with open(folder / "config.yaml", "x") as file:  # "x": of two runs that want the folder one gets it
                 file.write(OmegaConf.to_yaml(OmegaConf.create(recorded)))
@@ -51,6 +55,15 @@ def create(
         (folder / "environment.json").write_text(json.dumps(describe_environment(), indent=2) + "\n")
         return recorded
     raise RunDirError(f"run_dir={path}: the folder holds an earlier run; name another one, or remove it yourself")
+
+
+def _number_records(folder: Path) -> None:
+    """Give the records of an earlier start in `folder` the next free number."""
+    number = 1 + sum(1 for _ in folder.glob("config-*.yaml"))
+    for name in RECORDS:
+        path = folder / name
+        if path.exists():
+            path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
 
 
 def describe_environment() -> dict[str, Any]:

@@ -74,15 +74,15 @@ class Worker:
 
     def ask_stack(self) -> None:
         """Have the rank dump its stacks; give it a moment, then read `stack()`."""
-        self._kill(signal.SIGUSR1)
+        self.send(signal.SIGUSR2)
 
     def terminate(self) -> None:
         """Ask the rank to end (SIGTERM)."""
-        self._kill(signal.SIGTERM)
+        self.send(signal.SIGTERM)
 
     def kill(self) -> None:
         """End the rank and the processes it started (its session), dead or alive."""
-        self._kill(signal.SIGKILL)
+        self.send(signal.SIGKILL)
         with contextlib.suppress(OSError):
             if self.process.pid is not None:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -92,7 +92,8 @@ class Worker:
         self.process.join(max(0.0, end - time.monotonic()))
         return self.process.exitcode is not None
 
-    def _kill(self, signum: int) -> None:
+    def send(self, signum: int) -> None:
+        """Send a signal, if the process is still there."""
         if self.process.exitcode is None and self.process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signum)

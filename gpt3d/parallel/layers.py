@@ -43,7 +43,7 @@ class Factory:
 
     def replicated(self, name: str, shape: tuple[int, ...]) -> Placement:
         """Every TP rank holds the whole tensor."""
-        return Placement(name, shape, copy=self.layout.tp.rank)
+        return Placement(name, shape, copy=self.layout.tp.rank, copies=self.layout.tp.size)
 
 
 def shared_by_region(parameter: Tensor, layout: Layout) -> Tensor:
@@ -172,9 +172,11 @@ class QKVLinear(nn.Module):
         self.kv_bias: nn.Parameter | None = None
         if not fused:
             copies = (keys, values)
-            self.kv_weight = make.normal(Placement(f"{name}.weight", (total, in_features), 0, copies, kv.rank), std)
+            weight = Placement(f"{name}.weight", (total, in_features), 0, copies, kv.rank, kv.size)
+            self.kv_weight = make.normal(weight, std)
             if bias:
-                self.kv_bias = make.constant(Placement(f"{name}.bias", (total,), 0, copies, kv.rank), 0.0)
+                place = Placement(f"{name}.bias", (total,), 0, copies, kv.rank, kv.size)
+                self.kv_bias = make.constant(place, 0.0)
         self.local_rows = (q[1] - q[0], stop - start, stop - start)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,8 @@ class Placement:
 
     `ranges` are global [start, stop) intervals along `dim`; the local tensor is their concatenation (a fused QKV weight
     holds three). `dim` None: the whole tensor. `copy` numbers the ranks of one replica that hold the same values;
-    copy 0 is the one that counts in norms and totals.
+    copy 0 is the one that counts in norms and totals. `copies` of them are in this tensor-parallel group and share the
+    work of saving (the last stage's copy of a tied embedding has none to share).
     """
 
     name: str
@@ -29,6 +30,7 @@ class Placement:
     dim: int | None = None
     ranges: tuple[tuple[int, int], ...] = ()
     copy: int = 0
+    copies: int = 1
 
     @property
     def counted(self) -> bool:

@@ -21,10 +21,10 @@ class Console:
         shown = progress_bar and sys.stderr.isatty()
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step", leave=False) if shown else None
 
-    def advance(self) -> None:
-        """One more step is done."""
+    def advance(self, steps: int = 1) -> None:
+        """So many more steps are done."""
         if self.bar is not None:
-            self.bar.update()
+            self.bar.update(steps)
 
     def log(self, metrics: Metrics) -> None:
         self.print(training_line(metrics, self.total) if "loss" in metrics else validation_line(metrics, self.total))

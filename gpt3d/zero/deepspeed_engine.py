@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gpt3d.config.schema import RunConfig
+from gpt3d.model.gpt import Part
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import Placement, placement_of
 from gpt3d.parallel.split_backward import WeightGradients, backward_input
 from gpt3d.zero.ds_config import derive_ds_config
-from gpt3d.zero.engine import StepResult, parameter_groups, tied_parameters
+from gpt3d.zero.engine import DTYPES, StepResult, parameter_groups, tied_parameters
 
 
 class DeepSpeedEngine:
@@ -173,6 +174,20 @@ def _new_optimizer(config: RunConfig, layout: Layout, module: nn.Module) -> torc
         return DeepSpeedCPUAdam(groups, lr=o.lr, betas=betas, eps=o.eps, adamw_mode=True)
     fused = layout.device.type == "cuda" and config.zero.offload_optimizer == "none"
     return torch.optim.AdamW(groups, lr=o.lr, betas=betas, eps=o.eps, fused=fused)
+
+
+def shard(config: RunConfig, layout: Layout, part: Part) -> Part:
+    """Cut the parameters of `part` over DP in place (ZeRO-3), so that at most one part of a model is ever whole."""
+    offloaded = config.zero.offload_param == "cpu"
+    deepspeed.zero.Init(
+        module=part,
+        data_parallel_group=layout.dp.handle,
+        mem_efficient_linear=False,
+        remote_device="cpu" if offloaded else None,
+        pin_memory=config.zero.pin_memory and offloaded,
+        dtype=DTYPES[config.precision.dtype],
+    )
+    return part
 
 
 def mark_counted(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from gpt3d.config.schema import DataConfig, HfConfig, ModelConfig, RunConfig, TokenizerConfig
+from gpt3d.config.schema import DataConfig, HfConfig, ModelConfig, RunConfig, TokenizerConfig, TrainerConfig
 from gpt3d.data import prepare
 from gpt3d.data.cache import read_manifest
 from gpt3d.data.token_file import TokenFile
@@ -16,6 +16,7 @@ def run_config(cache: Path, source: str, tokenizer: str | TokenizerConfig = "byt
     hf = HfConfig(**settings.pop("hf", {}))  # type: ignore[arg-type]
     return RunConfig(
         model=ModelConfig(vocab_size=2048),
+        trainer=TrainerConfig(steps=10, global_batch_size=8, micro_batch_size=2),
         data=DataConfig(source=source, cache_dir=str(cache), hf=hf, **settings),  # type: ignore[arg-type]
         tokenizer=kind,
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt3d.config.schema import DataConfig, ModelConfig, RunConfig, TokenizerConfig
-from gpt3d.data import Batches, DataError, TokenDataset, build_data, prepare, validation_batches
+from gpt3d.config.schema import DataConfig, ModelConfig, RunConfig, TokenizerConfig, TrainerConfig
+from gpt3d.data import Batches, DataError, TokenDataset, build_data, fingerprint_changes, prepare, validation_batches
 from gpt3d.data.cache import read_manifest
 from gpt3d.data.embedded import read_asset, shakespeare
 from gpt3d.data.split import document_hash, split
@@ -16,7 +16,8 @@ from gpt3d.data.token_file import TokenFile
 
 
 def run_config(cache: Path, source: str = "shakespeare", kind: str = "shakespeare_bpe", **data: object) -> RunConfig:
-    config = RunConfig(model=ModelConfig(vocab_size=2048))
+    trainer = TrainerConfig(steps=300, global_batch_size=32, micro_batch_size=8)
+    config = RunConfig(model=ModelConfig(vocab_size=2048), trainer=trainer)
     config.data = DataConfig(source=source, cache_dir=str(cache), **{"seq_len": 64, **data})
     config.tokenizer = TokenizerConfig(kind=kind)
     return config
@@ -54,7 +55,12 @@ def test_shakespeare_end_to_end(cache: Path):
     batch = next(Batches(data.train, 4, 2, 0, 1))
     assert int(batch[0]["tokens"].max()) <= data.largest_id
     assert sum(1 for _ in validation_batches(data.validation, 8, 1, 0, 1, limit=3)) == 3
-    for words in ("36 documents", "2 documents", f"{data.train.index.remainder} tokens over"):
+    for words in (
+        "36 documents",
+        "0.355 passes in this run",
+        "2 documents",
+        f"{data.train.index.remainder} tokens over",
+    ):
         assert words in data.info
 
 
@@ -90,7 +96,8 @@ def test_second_call_opens_at_once_and_changes_nothing(cache: Path):
 )
 def test_fingerprint_names_what_changed(cache: Path, change: dict, keys: set[str]):
     before, after = build_data(run_config(cache)).fingerprint, build_data(run_config(cache, **change)).fingerprint
-    assert {key for key in before if before[key] != after[key]} == keys
+    assert {line.split(" was ")[0] for line in fingerprint_changes(before, after)} == keys
+    assert fingerprint_changes(before, before) == []
     json.dumps(after)
 
 

@@ -98,10 +98,10 @@ def test_hugging_face_datasets(tmp_path: Path, how: str, monkeypatch: pytest.Mon
     rows = datasets.Dataset.from_dict({"body": [f"document {i}" for i in range(50)] + [None, ""], "id": range(52)})
     if how == "json":
         rows.to_json(tmp_path / "a.jsonl")
-        hf = {"path": "json", "data_files": str(tmp_path / "a.jsonl")}
+        hf = {"path": "json", "data_files": [str(tmp_path / "a.jsonl")]}
     elif how == "parquet":
         rows.to_parquet(tmp_path / "a.parquet")
-        hf = {"path": "parquet", "data_files": {"train": [str(tmp_path / "*.parquet")]}}
+        hf = {"path": "parquet", "data_files": [str(tmp_path / "*.parquet")]}
     else:
         datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "saved"))
         hf = {"path": str(tmp_path / "saved")}
@@ -116,10 +116,10 @@ def test_hugging_face_errors(tmp_path: Path):
     with pytest.raises(DataError, match=r"needs data\.hf\.path"):
         prepare(run_config(tmp_path, "hf"))
     with pytest.raises(DataError, match=r"cannot load json\[train\]"):
-        prepare(run_config(tmp_path, "hf", hf={"path": "json", "data_files": str(tmp_path / "absent.json")}))
+        prepare(run_config(tmp_path, "hf", hf={"path": "json", "data_files": [str(tmp_path / "absent.json")]}))
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": 5}])
     with pytest.raises(DataError, match=r"json\[train\]: row 1: not text: text is 5"):
-        prepare(run_config(tmp_path / "c", "hf", hf={"path": "json", "data_files": str(path)}))
+        prepare(run_config(tmp_path / "c", "hf", hf={"path": "json", "data_files": [str(path)]}))
 
 
 @pytest.mark.parametrize("weights", [[0.7, 0.2, 0.0999, 0.0001], [1.0], [0.5, 0.5], [3, 1, 1e-9]])

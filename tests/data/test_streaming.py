@@ -25,7 +25,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(shards: Path, **data: object) -> RunConfig:
-    hf = {"path": "json", "data_files": str(shards / "*.jsonl"), "streaming": True, **data.pop("hf", {})}  # type: ignore[arg-type]
+    hf = {"path": "json", "data_files": [str(shards / "*.jsonl")], "streaming": True, **data.pop("hf", {})}  # type: ignore[arg-type]
     return run_config(shards / "cache", "hf", hf=hf, **data)
 
 

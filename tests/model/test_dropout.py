@@ -32,7 +32,7 @@ def result(world: World, case: Case) -> Result:
     return assemble(world(_train, case, n=case.world))
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2, "sp": True}, {"pp": 2, "zero": 3}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "sp": True, "zero": 3}], ids=str)
 def test_recompute_replays_the_masks(world: World, layout: dict[str, Any]) -> None:
     none, selective, full = (
         result(world, Case(family="gpt", recompute=kind, **layout)) for kind in ("none", "selective", "full")
@@ -42,7 +42,7 @@ def test_recompute_replays_the_masks(world: World, layout: dict[str, Any]) -> No
         assert all(torch.equal(other.weights[name], none.weights[name]) for name in none.weights)
 
 
-@pytest.mark.parametrize("case", [Case(dp=2, zero=2), Case(pp=2, zero=1), Case(dp=4, zero=3)], ids=str)
+@pytest.mark.parametrize("case", [Case(dp=2, zero=2), Case(pp=2, zero=1)], ids=str)
 def test_equal_to_one_process(world: World, case: Case) -> None:
     """DP and PP see the same rows with the same masks, in microbatches of the same size."""
     found = differences(result(world, case), result(world, Case()))

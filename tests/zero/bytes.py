@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-import torch
 from torch import Tensor
 
 
@@ -28,9 +27,3 @@ def live_storages() -> dict[int, tuple[int, Tensor]]:
 def live_bytes(known: set[int]) -> int:
     """Bytes of storages whose address is not in `known`."""
     return sum(size for address, (size, _) in live_storages().items() if address not in known)
-
-
-def table(known: set[int]) -> list[tuple[int, torch.dtype, tuple[int, ...]]]:
-    """The largest storages, for a look at what is kept."""
-    rows = [(s, x.dtype, tuple(x.shape)) for a, (s, x) in live_storages().items() if a not in known]
-    return sorted(rows, key=lambda row: -row[0])

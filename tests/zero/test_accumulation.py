@@ -28,7 +28,6 @@ def _norms(case: Case, counts: list[int]) -> list[float]:
 
 CASES = [
     *[Case(zero=stage, micro=1, dtype="bf16") for stage in range(4)],
-    Case(zero=1, micro=1, dtype="bf16", offload_optimizer="cpu"),
     Case(zero=2, micro=1, dtype="bf16", offload_optimizer="cpu"),
     Case(zero=3, micro=1, dtype="bf16", offload_optimizer="cpu", offload_param="cpu"),
     Case(zero=2, pp=2, micro=1, dtype="bf16", offload_optimizer="cpu", family="gpt"),
@@ -44,7 +43,7 @@ def test_many_equal_microbatches_are_one(world: World, case: Case) -> None:
     assert many == pytest.approx(one, rel=2e-6)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 2])
 def test_bf16_accumulation_would_be_seen(world: World, stage: int) -> None:
     """The control: with `precision.grad_dtype=bf16` the same sum is off, so the test above can fail."""
     one, many = world(_norms, Case(zero=stage, micro=1, dtype="bf16", grad_dtype="bf16"), [1, 64], n=1)[0]

@@ -1,0 +1,94 @@
+"""Files written with a checksum for each MiB, and read back only where the checksum agrees.
+
+Checksums of blocks, not of files: a rank that needs a part of a large file verifies that part and reads nothing twice.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BLOCK = 1 << 20
+SAMPLED = 16  # verify=sample looks at one block in so many
+
+
+class CorruptCheckpoint(RuntimeError):
+    """What is on disk is not what was written; the message names the file and the place."""
+
+    show_traceback = False
+
+
+@dataclass
+class FileSums:
+    """Size of a file and the CRC-32 of each of its blocks."""
+
+    size: int = 0
+    sums: list[int] = field(default_factory=list)
+    _crc: int = 0
+
+    def add(self, data: memoryview) -> None:
+        """The next bytes of the file."""
+        while len(data):
+            part = data[: BLOCK - self.size % BLOCK]
+            self._crc = zlib.crc32(part, self._crc)
+            self.size += len(part)
+            if self.size % BLOCK == 0:
+                self.sums.append(self._crc)
+                self._crc = 0
+            data = data[len(part) :]
+
+    def finish(self) -> FileSums:
+        if self.size % BLOCK:
+            self.sums.append(self._crc)
+        return self
+
+
+def write_file(path: Path, buffers: Iterable[memoryview]) -> FileSums:
+    """Write a new file to the disk, fsync included; raises OSError if it cannot be done whole."""
+    sums = FileSums()
+    with open(path, "xb", buffering=0) as file:
+        for buffer in buffers:
+            sums.add(buffer)
+            while len(buffer):
+                buffer = buffer[file.write(buffer) :]
+        os.fsync(file.fileno())
+    return sums.finish()
+
+
+class VerifiedFile:
+    """A read-only map of a file; `read` checks the blocks that it touches for the first time.
+
+    `every`: 1 checks each block, n each n-th one, 0 none (the size is always checked). Raises CorruptCheckpoint.
+    """
+
+    def __init__(self, path: Path, sums: FileSums, every: int = 1) -> None:
+        self.path, self.sums, self.every = path, sums, every
+        self.checked: set[int] = set()
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != sums.size:
+                    raise CorruptCheckpoint(f"{path} has {size:,} bytes, {sums.size:,} were written")
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{path} is missing") from None
+
+    def read(self, offset: int, length: int) -> memoryview:
+        """Bytes offset..offset+length; no copy."""
+        if offset + length > self.sums.size:
+            raise CorruptCheckpoint(f"{self.path} ends before byte {offset + length:,}, which the index refers to")
+        data = memoryview(self.map)
+        for block in range(offset // BLOCK, -(-(offset + length) // BLOCK)):
+            if block not in self.checked and self.every and block % self.every == 0:
+                self.checked.add(block)
+                if zlib.crc32(data[block * BLOCK : (block + 1) * BLOCK]) != self.sums.sums[block]:
+                    raise CorruptCheckpoint(f"{self.path} is damaged: checksum of its MiB {block} differs")
+        return data[offset : offset + length]
+
+    def check_all(self) -> None:
+        """Check the whole file."""
+        self.read(0, self.sums.size)

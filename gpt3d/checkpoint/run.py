@@ -1,0 +1,108 @@
+"""When a run saves, and how it starts from a checkpoint: what the trainer's loop sees of all this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpt3d.checkpoint import folder, settings
+from gpt3d.checkpoint.blocks import CorruptCheckpoint
+from gpt3d.checkpoint.checkpointer import Checkpointer
+from gpt3d.checkpoint.planner import CheckpointError
+from gpt3d.checkpoint.signals import SAVE_AND_END, SaveSignals
+from gpt3d.config.schema import RunConfig
+from gpt3d.launch.rundir import describe_environment
+from gpt3d.learner import Learner
+
+Progress = Callable[[], Mapping[str, Any]]  # the trainer's counters, as `Checkpointer.save` wants them; collective
+
+
+class RunCheckpoints:
+    """The checkpoints of one run, in `run_dir/checkpoints`. All ranks call the same methods in the same order."""
+
+    def __init__(
+        self, config: RunConfig, learner: Learner, data: Mapping[str, str], run_dir: Path, say: Callable[[str], None]
+    ) -> None:
+        self.config, self.options, self.learner, self.say = config, config.checkpoint, learner, say
+        self.files = Checkpointer(config, learner.layout, learner.engine, run_dir / "checkpoints", say)
+        self.files.data = data
+        self.enabled = self.options.interval > 0 or self.options.final
+        self.signals = SaveSignals(self.options.on_signal)
+        self.saved_step: int | None = None
+        if self.files.together.is_main:
+            self.files.environment = describe_environment()
+            folder.sweep(self.files.root)
+
+    def resume(self) -> dict[str, Any] | None:
+        """Restore what `checkpoint.resume` names; the progress saved with it, or None when the run starts afresh.
+
+        Raises ConfigError or CheckpointError, the same on all ranks.
+        """
+        wanted = self.options.resume
+        found, notes = self.files.together.main_decides(self._choose)
+        if not found:
+            if wanted == "auto":
+                self.say(f"no checkpoint in {self.files.root} yet: starting from the initial weights")
+            return None
+        path, state = self.files.load(found, own=wanted == "auto")
+        self.learner.check_copies()
+        progress: dict[str, Any] = state["progress"]
+        self.saved_step = progress["step"] if wanted == "auto" else None
+        self.say("\n".join([f"resuming after step {progress['step']:,} from {path}", *notes]))
+        return progress
+
+    def _choose(self) -> tuple[list[Path], list[str]]:
+        """On rank 0: the checkpoints to try, and what differs from them."""
+        found = settings.candidates(self.config)
+        for path in found:
+            try:
+                state = folder.read_state(path)
+            except CorruptCheckpoint:
+                continue  # loading will say so
+            changes = settings.check_settings(self.config, state, path)
+            changes += settings.check_data(self.config, state, self.files.data, path)
+            return found, [f"  {change}" for change in changes]
+        if found:
+            raise CheckpointError(f"none of the {len(found)} checkpoints at {found[0].parent} can be read; see "
+                                  f"python -m gpt3d.checkpoint verify {found[0].parent}")  # fmt: skip
+        return [], []
+
+    def __enter__(self) -> RunCheckpoints:
+        self.signals.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.signals.__exit__(*error)
+
+    def after_step(self, step: int, progress: Progress) -> None:
+        """Save if it is time or a signal asks for it; ends the process (SystemExit 143) after SIGTERM."""
+        self.files.poll()
+        wanted = self.signals.agreed(self.learner.layout)
+        if wanted or (self.options.interval and step % self.options.interval == 0):
+            self._save(step, progress, wait=wanted == SAVE_AND_END)
+        if wanted == SAVE_AND_END:
+            self.files.close()
+            self.say(f"stopped by SIGTERM after step {step:,}; checkpoint: {self.files.root / folder.step_name(step)}")
+            raise SystemExit(143)
+
+    def at_end(self, step: int, progress: Progress) -> None:
+        """The final save. Raises SaveFailed: the run's result would be lost without a word."""
+        if self.options.final:
+            self._save(step, progress, wait=True)
+        self.files.close()
+
+    def at_stop(self, step: int, progress: Progress) -> None:
+        """Training cannot go on (diverged): keep the state for study, under a name that `resume=auto` passes over."""
+        if self.enabled:
+            name = f"stopped-{folder.step_name(step)}"
+            self.files.save(progress(), name=name)
+            self.files.close()
+            self.say(f"the state at the stop: {self.files.root / name}")
+
+    def _save(self, step: int, progress: Progress, wait: bool) -> None:
+        if self.saved_step == step:
+            self.files.finish()
+            return
+        self.files.save(progress(), wait=wait)
+        self.saved_step = step
