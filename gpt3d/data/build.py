@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt3d.config.schema import DataConfig, RunConfig, SourceConfig
+from gpt3d.data.applies import check_applies
 from gpt3d.data.blend import BlendedDataset, normalized
 from gpt3d.data.cache import build_once, cache_root, recipe_key
 from gpt3d.data.corpus import Corpus, open_corpus, prepared_folder, sample_texts
@@ -63,6 +64,7 @@ def build_data(config: RunConfig, dp_rank: int = 0, dp_size: int = 1) -> Data:
     """Open the data of a run, preparing it first if need be. Call it on every rank; no communication takes place."""
     if not 0 <= dp_rank < dp_size:
         raise DataError(f"data-parallel rank {dp_rank} is not within 0 to {dp_size - 1}")
+    corpora(config.data)  # complains about settings first, before any work
     tokenizer = open_tokenizer(config)
     if config.data.source == "synthetic":
         return _synthetic(config, tokenizer)
@@ -104,6 +106,7 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
 
 def corpora(data: DataConfig) -> dict[str, tuple[SourceConfig, float]]:
     """The corpora of a run by name, each with its share of the samples; one unless `data.source=blend`."""
+    check_applies("data", data)
     if data.source != "blend":
         return {data.source: (data, 1.0)}
     if not data.blend:
@@ -130,6 +133,7 @@ def _blend_part(name: str, keys: Any) -> tuple[SourceConfig, float]:
         raise DataError(
             f"data.blend.{name}.source={source.source}: a blend is of shakespeare, stdlib, files, hf, tokens"
         )
+    check_applies(f"data.blend.{name}", source)
     return source, weight
 
 
@@ -179,7 +183,7 @@ def _dataset(data: DataConfig, corpus: Corpus, tokenizer: Tokenizer, stream: int
             corpus.train, corpus.digest, data.seq_len, data.seed, cache, tokenizer.eod, stream, data.document_masks
         )
     mask_eod = tokenizer.eod if data.document_masks else None
-    return TokenDataset(corpus.train, data.seq_len, data.seed, stream, mask_eod)
+    return TokenDataset(corpus.train, data.seq_len, data.seed, stream, mask_eod, tokenizer.vocab_size)
 
 
 def _describe(

@@ -107,13 +107,7 @@ def _open_tokens(name: str, source: SourceConfig, data: DataConfig, tokenizer: T
         validation = _token_source(source.validation_paths, source.token_dtype, tokenizer)
     elif data.validation_fraction > 0:
         train, validation = hold_out(train, data.validation_fraction)
-    digest, largest = content_digest(train)
-    if largest >= tokenizer.vocab_size:
-        raise DataError(
-            f"{train.name} has token id {largest:,}, tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} ids: it "
-            "was made with another tokenizer (or data.token_dtype is wrong)"
-        )
-    return Corpus(name, train, validation, digest)
+    return Corpus(name, train, validation, content_digest(train))
 
 
 def _token_source(paths: list[str], dtype: str, tokenizer: Tokenizer) -> TokenSource:
