@@ -62,7 +62,7 @@ def prepared_folder(source: SourceConfig, data: DataConfig, tokenizer: Tokenizer
     fraction = 0.0 if source.validation_paths else data.validation_fraction
     recipe = {
         "format": FORMAT,
-        "source": _identity(source),
+        "source": source_identity(source),
         "tokenizer": tokenizer.fingerprint,
         "validation_fraction": fraction,
         "deduplicate": source.deduplicate,
@@ -79,7 +79,10 @@ def prepared_folder(source: SourceConfig, data: DataConfig, tokenizer: Tokenizer
     return folder, build_once(folder, build)
 
 
-def _identity(source: SourceConfig) -> dict[str, Any]:
+def source_identity(source: SourceConfig) -> dict[str, Any]:
+    """What is taken to determine the documents of a source, without reading them."""
+    if source.source in ("tokens", "synthetic"):
+        raise DataError(f"data.source={source.source} has no text: tokenizer.kind=trained needs a source of text")
     if source.source == "shakespeare":
         return {"sha256": embedded.SHA256["shakespeare.jsonl.xz"]}
     how = {"column": source.text_column, "txt_documents": source.txt_documents, "on_error": source.on_error}

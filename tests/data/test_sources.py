@@ -212,6 +212,7 @@ def test_the_same_corpus_twice_gives_two_orders(tmp_path: Path):
         ({"source": "shakespeare", "weight": "much"}, "data.blend.x: could not convert"),
         ({"source": "shakespeare", "weight": 1, "path": "a"}, "data.blend.x: Key 'path' not in 'SourceConfig'"),
         ({"source": "blend", "weight": 1}, "data.blend.x.source=blend"),
+        ({"source": "files", "weight": 1, "on_error": "ignore"}, "data.blend.x.on_error=ignore is not a choice"),
     ],
 )
 def test_blend_errors(tmp_path: Path, part: dict, message: str):
