@@ -13,6 +13,8 @@ from typing import Any
 from gpt3d.config.cli import run_cli
 from gpt3d.config.rules import require_valid
 from gpt3d.config.schema import RunConfig
+from gpt3d.data.errors import DataError
+from gpt3d.launch import RankFailed
 from gpt3d.rank import train_rank
 
 HELP = """
@@ -33,35 +35,32 @@ def main() -> None:
         join_world(world, compose_on_rank_0, train_rank)
     try:
         run_cli(train_here, HELP, check=check_here)
+    except (DataError, RankFailed) as failure:
+        sys.exit(f"gpt3d: {failure}")
     except KeyboardInterrupt:
         print("gpt3d: interrupted", file=sys.stderr)
         sys.exit(130)
 
 
 def train_here(config: RunConfig) -> float | None:
-    """Start the ranks on this machine; returns the validation loss, the objective of a sweep."""
+    """Start the ranks on this machine; returns the validation loss, the objective of a sweep.
+
+    What goes wrong is raised, so that the other jobs of a sweep still run.
+    """
     from gpt3d import data, launch
     from gpt3d.config.arithmetic import total_ranks
     from gpt3d.launch.machine import this_machine
 
     world = this_machine(config)
     recorded = make_run_dir(config)
-    try:
-        data.prepare(config)
-    except data.DataError as error:
-        sys.exit(f"gpt3d: {error}")
+    data.prepare(config)
     ranks, device = total_ranks(config, world), world.device or "cpu"
     grace = config.checkpoint.signal_seconds if config.checkpoint.on_signal else launch.GRACE_SECONDS
     print(
         f"gpt3d: starting {ranks} rank{'s' if ranks > 1 else ''} on {device}; run folder {recorded['run_dir']}",
         flush=True,
     )
-    try:
-        results = launch.start(
-            train_rank, recorded, nprocs=ranks, device=device, run_dir=recorded["run_dir"], grace=grace
-        )
-    except launch.RankFailed as failure:
-        sys.exit(f"gpt3d: {failure}")
+    results = launch.start(train_rank, recorded, nprocs=ranks, device=device, run_dir=recorded["run_dir"], grace=grace)
     return results["validation_loss"]
 
 
