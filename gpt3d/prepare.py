@@ -28,27 +28,36 @@ does this by itself when needed; use this command to do it beforehand on a CPU m
 def main() -> None:
     """The command."""
     argv = sys.argv[1:]
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if "--inspect" in argv:
+        inspect_there(argv)
+        return
     try:
-        if "--inspect" in argv:
-            if len(argv) != 2 or argv[0] != "--inspect":
-                sys.exit("usage: python -m gpt3d.prepare --inspect PATH (a prepared folder, or a .bin file's name)")
-            print(inspect(Path(argv[1])))
-            return
         plain = not any(argument.startswith("-") for argument in argv)
-        no_run_folder = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"] if plain else []
+        no_run_folder = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"] if plain else []
         sys.argv[1:] = [*argv, *no_run_folder]
         run_cli(prepare_here, HELP)
-    except DataError as error:
-        sys.exit(f"gpt3d: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
 
 
+def inspect_there(argv: list[str]) -> None:
+    """Print the report on the folder or files that `--inspect PATH` names."""
+    if len(argv) != 2 or argv[0] != "--inspect":
+        sys.exit("usage: python -m gpt3d.prepare --inspect PATH (a prepared folder, or a .bin file's name)")
+    try:
+        print(inspect(Path(argv[1])))
+    except DataError as error:
+        sys.exit(f"gpt3d: {error}")
+
+
 def prepare_here(config: RunConfig) -> None:
     """Prepare what is missing and print what there is."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)  # to stderr, in place of Hydra's
     begin = time.perf_counter()
-    folders = prepare(config)
+    try:
+        folders = prepare(config)
+    except DataError as error:
+        sys.exit(f"gpt3d: {error}")
     if not folders:
         print(f"data={config.data.source}: nothing to prepare")
     for folder in folders:

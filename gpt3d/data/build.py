@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from gpt3d.config.schema import DataConfig, RunConfig, SourceConfig
-from gpt3d.data.blend import BlendedDataset, normalized
+from gpt3d.config.schema import DataConfig, RunConfig
+from gpt3d.data.blend import BlendedDataset
 from gpt3d.data.cache import build_once, cache_root, recipe_key
-from gpt3d.data.corpus import Corpus, open_corpus, prepared_folder, sample_texts
+from gpt3d.data.corpus import Corpus, open_corpus, prepared_folder, sample_texts, source_identity
 from gpt3d.data.dataset import Dataset, SyntheticDataset, TokenDataset, ValidationSet, count_ids, unigram_entropy
 from gpt3d.data.errors import DataError
 from gpt3d.data.order import ORDER_VERSION
 from gpt3d.data.packing import PackedDataset
+from gpt3d.data.settings import corpora
 from gpt3d.data.streaming import open_stream
 from gpt3d.data.token_source import Concatenation
 from gpt3d.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
@@ -63,6 +62,7 @@ def build_data(config: RunConfig, dp_rank: int = 0, dp_size: int = 1) -> Data:
     """Open the data of a run, preparing it first if need be. Call it on every rank; no communication takes place."""
     if not 0 <= dp_rank < dp_size:
         raise DataError(f"data-parallel rank {dp_rank} is not within 0 to {dp_size - 1}")
+    corpora(config.data)  # complains about settings first, before any work
     tokenizer = open_tokenizer(config)
     if config.data.source == "synthetic":
         return _synthetic(config, tokenizer)
@@ -83,8 +83,8 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
     if wanted.kind != "trained":
         return load_tokenizer(wanted)
     sources = [source for source, _ in corpora(config.data).values()]
-    recipe: dict[str, Any] = {"sources": [OmegaConf.to_container(OmegaConf.structured(source)) for source in sources]}
-    recipe |= {"vocab_size": wanted.vocab_size, "train_bytes": wanted.train_bytes}
+    recipe: dict[str, Any] = {"vocab_size": wanted.vocab_size, "train_bytes": wanted.train_bytes}
+    recipe["sources"] = [source_identity(source) for source in sources]
     folder = cache_root(config.data.cache_dir) / f"tokenizer-{recipe_key(recipe)}"
 
     def build(target: Path) -> dict[str, Any]:
@@ -100,37 +100,6 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
 
     build_once(folder, build)
     return JsonTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"), f"trained-{wanted.vocab_size}")
-
-
-def corpora(data: DataConfig) -> dict[str, tuple[SourceConfig, float]]:
-    """The corpora of a run by name, each with its share of the samples; one unless `data.source=blend`."""
-    if data.source != "blend":
-        return {data.source: (data, 1.0)}
-    if not data.blend:
-        raise DataError(
-            "data.source=blend needs data.blend, by name: "
-            "{plays: {source: shakespeare, weight: 0.7}, code: {source: stdlib, weight: 0.3}}"
-        )
-    parts = {name: _blend_part(name, keys) for name, keys in data.blend.items()}
-    shares = normalized({name: weight for name, (_, weight) in parts.items()})
-    return {name: (parts[name][0], share) for name, share in shares.items()}
-
-
-def _blend_part(name: str, keys: Any) -> tuple[SourceConfig, float]:
-    keys = dict(keys)
-    try:
-        weight = float(keys.pop("weight"))
-        source = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SourceConfig), keys))
-    except (KeyError, TypeError, ValueError, OmegaConfBaseException) as error:
-        raise DataError(
-            f"data.blend.{name}: {str(error).splitlines()[0]}; it needs weight, source and the keys of its source"
-        ) from error
-    assert isinstance(source, SourceConfig)
-    if source.source not in ("shakespeare", "stdlib", "files", "hf", "tokens") or source.hf.streaming:
-        raise DataError(
-            f"data.blend.{name}.source={source.source}: a blend is of shakespeare, stdlib, files, hf, tokens"
-        )
-    return source, weight
 
 
 def _prepared(config: RunConfig, tokenizer: Tokenizer) -> Data:
@@ -179,7 +148,7 @@ def _dataset(data: DataConfig, corpus: Corpus, tokenizer: Tokenizer, stream: int
             corpus.train, corpus.digest, data.seq_len, data.seed, cache, tokenizer.eod, stream, data.document_masks
         )
     mask_eod = tokenizer.eod if data.document_masks else None
-    return TokenDataset(corpus.train, data.seq_len, data.seed, stream, mask_eod)
+    return TokenDataset(corpus.train, data.seq_len, data.seed, stream, mask_eod, tokenizer.vocab_size)
 
 
 def _describe(

@@ -62,7 +62,7 @@ def prepared_folder(source: SourceConfig, data: DataConfig, tokenizer: Tokenizer
     fraction = 0.0 if source.validation_paths else data.validation_fraction
     recipe = {
         "format": FORMAT,
-        "source": _identity(source),
+        "source": source_identity(source),
         "tokenizer": tokenizer.fingerprint,
         "validation_fraction": fraction,
         "deduplicate": source.deduplicate,
@@ -79,7 +79,10 @@ def prepared_folder(source: SourceConfig, data: DataConfig, tokenizer: Tokenizer
     return folder, build_once(folder, build)
 
 
-def _identity(source: SourceConfig) -> dict[str, Any]:
+def source_identity(source: SourceConfig) -> dict[str, Any]:
+    """What is taken to determine the documents of a source, without reading them."""
+    if source.source in ("tokens", "synthetic"):
+        raise DataError(f"data.source={source.source} has no text: tokenizer.kind=trained needs a source of text")
     if source.source == "shakespeare":
         return {"sha256": embedded.SHA256["shakespeare.jsonl.xz"]}
     how = {"column": source.text_column, "txt_documents": source.txt_documents, "on_error": source.on_error}
@@ -107,13 +110,7 @@ def _open_tokens(name: str, source: SourceConfig, data: DataConfig, tokenizer: T
         validation = _token_source(source.validation_paths, source.token_dtype, tokenizer)
     elif data.validation_fraction > 0:
         train, validation = hold_out(train, data.validation_fraction)
-    digest, largest = content_digest(train)
-    if largest >= tokenizer.vocab_size:
-        raise DataError(
-            f"{train.name} has token id {largest:,}, tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} ids: it "
-            "was made with another tokenizer (or data.token_dtype is wrong)"
-        )
-    return Corpus(name, train, validation, digest)
+    return Corpus(name, train, validation, content_digest(train))
 
 
 def _token_source(paths: list[str], dtype: str, tokenizer: Tokenizer) -> TokenSource:

@@ -35,14 +35,20 @@ class TokenDataset:
     interleaved = False
 
     def __init__(
-        self, source: TokenSource, seq_len: int, seed: int, stream: int | str = 0, mask_eod: int | None = None
+        self,
+        source: TokenSource,
+        seq_len: int,
+        seed: int,
+        stream: int | str = 0,
+        mask_eod: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         if source.tokens < seq_len + 1:
             raise DataError(
                 f"{source.name} has {source.tokens:,} tokens, one sample of data.seq_len={seq_len} needs "
                 f"{seq_len + 1:,}; use more text or data.seq_len={max(1, source.tokens - 1)} or less"
             )
-        self.source, self.seq_len, self.mask_eod = source, seq_len, mask_eod
+        self.source, self.seq_len, self.mask_eod, self.vocab_size = source, seq_len, mask_eod, vocab_size
         self.index = SampleIndex(source.tokens, seq_len, seed, stream)
         self.samples_per_epoch = self.index.samples_per_epoch
 
@@ -58,6 +64,7 @@ class TokenDataset:
             row[:head] = self.source.read(start, head)
             if head < len(row):
                 row[head:] = self.source.read(0, len(row) - head)
+        check_ids(out, self.vocab_size, self.source.name)
         return out
 
     def describe(self) -> str:
@@ -103,6 +110,15 @@ class ValidationSet:
         return self.source.read(w * self.seq_len, count + 1).astype(np.int64)
 
 
+def check_ids(tokens: np.ndarray, vocab_size: int | None, name: str) -> None:
+    """Raise DataError if an id is beyond the vocabulary: token files are not read wholly when they are opened."""
+    if vocab_size is not None and (largest := int(tokens.max(initial=0))) >= vocab_size:
+        raise DataError(
+            f"{name} has token id {largest:,}, the tokenizer has {vocab_size:,} ids: it was made with another "
+            "tokenizer (or data.token_dtype is wrong)"
+        )
+
+
 def unigram_entropy(counts: np.ndarray, held_out: np.ndarray) -> float:
     """Loss in nats per token on held-out text of the best model that sees no context.
 
@@ -120,7 +136,6 @@ def count_ids(source: TokenSource, vocab_size: int, limit: int = 1 << 24, block:
     counts = np.zeros(vocab_size, np.int64)
     for b in range(0, blocks, step):
         tokens = source.read(b * block, min(block, source.tokens - b * block))
-        if int(tokens.max()) >= vocab_size:
-            raise DataError(f"{source.name} has token id {tokens.max():,}, the tokenizer has {vocab_size:,} ids")
+        check_ids(tokens, vocab_size, source.name)
         counts += np.bincount(tokens, minlength=vocab_size)
     return counts

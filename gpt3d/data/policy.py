@@ -47,9 +47,10 @@ class Policy:
             raise DataError(
                 f"{place}: {why} (data.on_error=skip leaves such documents out, replace repairs what it can)"
             )
-        self._count(kind, place)
+        self.count(kind, place)
 
-    def _count(self, kind: str, place: Place) -> None:
+    def count(self, kind: str, place: Place) -> None:
+        """Something that is no error, to be told in the end."""
         self.counts[kind] += 1
         if len(self.places) < _LISTED:
             self.places.append((kind, place))
@@ -75,16 +76,16 @@ class Policy:
     def from_value(self, value: Any, place: Place) -> str | None:
         """Text of a column's value, None if there is none."""
         if value is None:
-            self._count("null", place)
+            self.count("null", place)
             return None
         if not isinstance(value, str):
             if self.on_error != "replace" or isinstance(value, dict | list):
                 self.bad("not text", place, f"{self.column} is {json.dumps(value, default=str)[:80]}")
                 return None
-            self._count("replaced: not text", place)
+            self.count("replaced: not text", place)
             value = json.dumps(value, default=str)
         if not value.strip():
-            self._count("empty", place)
+            self.count("empty", place)
             return None
         return value if value.isascii() else self._without_surrogates(value, place)
 
@@ -92,7 +93,7 @@ class Policy:
         """Text of a plain text document, None if there is none."""
         text = self.decode(content, place)
         if text is not None and not text.strip():
-            self._count("empty", place)
+            self.count("empty", place)
             return None
         return text
 
@@ -105,7 +106,7 @@ class Policy:
                 around = content[max(0, error.start - 10) : error.start + 10]
                 self.bad("invalid UTF-8", place, f"byte {error.start + 1} of the document, in {around!r}")
                 return None
-            self._count("replaced: invalid UTF-8", place)
+            self.count("replaced: invalid UTF-8", place)
             return content.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace")
 
     def _without_surrogates(self, text: str, place: Place) -> str | None:
@@ -116,7 +117,7 @@ class Policy:
             if self.on_error != "replace":
                 self.bad("lone surrogate", place, f"{text[error.start]!r} at character {error.start + 1}")
                 return None
-            self._count("replaced: lone surrogate", place)
+            self.count("replaced: lone surrogate", place)
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

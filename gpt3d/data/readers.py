@@ -57,6 +57,8 @@ def _lines(part: Part, file: BinaryIO, policy: Policy, progress: Callable[[], No
 
 def _txt(part: Part, file: BinaryIO, policy: Policy, progress: Callable[[], None]) -> Iterator[str]:
     content = b"".join(line for _, line in _stretch(part, file, progress))
+    if part.start:
+        policy.count("cut of a text file beyond 32 MB", Place(part.path, 1, part.start))
     if (text := policy.from_bytes(content, Place(part.path, 1, part.start))) is not None:
         yield text
 

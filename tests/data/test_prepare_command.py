@@ -32,6 +32,8 @@ def test_prepare_and_inspect(tmp_path: Path):
     assert folder.parent == tmp_path / "cache" / "gpt3d"
     for words in ("38 documents", "2 documents", "1 null", "a.jsonl:41"):
         assert words in first.stdout
+    assert "preparing files in" in first.stderr
+    assert "preparing" not in command(*arguments, cwd=tmp_path).stderr, "done once"
     assert not (tmp_path / "outputs").exists(), "no run folder"
     shown = command("--inspect", str(folder), cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
@@ -42,7 +44,8 @@ def test_prepare_and_inspect(tmp_path: Path):
 def test_a_mistake_is_one_message(tmp_path: Path):
     failed = command("data=files", "data.paths=[absent.txt]", cwd=tmp_path)
     assert failed.returncode != 0 and "Traceback" not in failed.stderr
-    assert "gpt3d: data.paths: absent.txt matches no file" in failed.stderr
+    assert failed.stderr.startswith("gpt3d: data.paths: absent.txt matches no file")
+    assert len(failed.stderr.splitlines()) == 1
 
 
 def test_inspect_notices_damage(tmp_path: Path):

@@ -50,10 +50,29 @@ def test_flat_bin(tmp_path: Path):
 
 def test_ids_of_another_tokenizer_are_found(tmp_path: Path):
     token_file(tmp_path / "a", [100], first=300)
-    with pytest.raises(
-        DataError, match="token id 300, tokenizer bytes has 257 ids: it was made with another tokenizer"
-    ):
-        build_data(run_config(tmp_path / "c", "tokens", paths=[str(tmp_path / "a")]))
+    with pytest.raises(DataError, match="token id 300, the tokenizer has 257 ids: it was made with another tokenizer"):
+        build_data(run_config(tmp_path / "c", "tokens", paths=[str(tmp_path / "a")])).train.samples(np.arange(1))
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "value"),
+    [
+        ("shakespeare", "paths", ["a.txt"]),
+        ("hf", "validation_paths", ["a.txt"]),
+        ("tokens", "deduplicate", True),
+        ("files", "hf", {"path": "x"}),
+        ("files", "blend", {"a": {}}),
+        ("synthetic", "document_masks", True),
+        ("stdlib", "on_error", "replace"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(tmp_path: Path, source: str, key: str, value: object):
+    """axolotl#2254: the setting was honoured on one code path only."""
+    with pytest.raises(DataError, match=rf"data\.{key}=.* has no effect with data\.source={source}"):
+        build_data(run_config(tmp_path, source, **{key: value}))
+    part = {"source": "shakespeare", "weight": 1, "paths": ["a"]}
+    with pytest.raises(DataError, match=r"data\.blend\.x\.paths=.* has no effect"):
+        build_data(run_config(tmp_path, "blend", blend={"x": part}))
 
 
 def test_the_manifest_of_a_prepared_folder_names_its_tokenizer(tmp_path: Path):
@@ -193,6 +212,7 @@ def test_the_same_corpus_twice_gives_two_orders(tmp_path: Path):
         ({"source": "shakespeare", "weight": "much"}, "data.blend.x: could not convert"),
         ({"source": "shakespeare", "weight": 1, "path": "a"}, "data.blend.x: Key 'path' not in 'SourceConfig'"),
         ({"source": "blend", "weight": 1}, "data.blend.x.source=blend"),
+        ({"source": "files", "weight": 1, "on_error": "ignore"}, "data.blend.x.on_error=ignore is not a choice"),
     ],
 )
 def test_blend_errors(tmp_path: Path, part: dict, message: str):
