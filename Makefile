@@ -11,8 +11,12 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 
 help:
 	@sed -n '1,2s/^# //p' Makefile
 
+# The default layout wants 4 ranks: 4 GPUs, or none (then ranks share the CPU). With 1 to 3 GPUs take a layout that fits.
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+LAYOUT := $(if $(findstring parallel=,$(ARGS)),,$(if $(filter 1,$(GPUS)),parallel=single,$(if $(filter 2 3,$(GPUS)),parallel=tp2)))
+
 train: $(VENV)/.installed
-	$(BIN)/python -m gpt3d.train $(ARGS)
+	$(BIN)/python -m gpt3d.train $(LAYOUT) $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -26,7 +27,9 @@ from gpt3d.checkpoint.safetensors import INDEX, write_safetensors
 from gpt3d.config.load import to_typed
 from gpt3d.config.problems import ConfigError
 from gpt3d.config.schema import ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig, RunConfig
-from gpt3d.data.tokenizer import Tokenizer, load_tokenizer
+from gpt3d.data.build import open_tokenizer
+from gpt3d.data.tokenizer import JsonTokenizer, Tokenizer
+from gpt3d.data.vocabulary import byte_of_symbol
 from gpt3d.model.build import build_chunks
 from gpt3d.parallel.layout import single_process_layout
 from gpt3d.parallel.placement import placement_of
@@ -75,7 +78,7 @@ def export(source: Path, target: Path, dtype: str | None = None, shard_gb: float
     saved = SavedTensors(source)
     config = to_typed(saved.state["config"])
     dtype = dtype or config.precision.dtype
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = open_tokenizer(config)
     described = huggingface.to_config(config.model, DTYPE_NAMES[dtype], tokenizer.eod)
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -126,7 +129,7 @@ def _write_weights(folder: Path, saved: SavedTensors, model: ModelConfig, dtype:
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int) -> None:
     text = tokenizer.decode([tokenizer.eod])
-    (folder / "tokenizer.json").write_text(tokenizer.to_json())
+    (folder / "tokenizer.json").write_text(_tokenizer_json(tokenizer, text), encoding="utf-8")
     _write_json(
         folder / "tokenizer_config.json",
         {
@@ -139,6 +142,17 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int) -> No
     )
     ids = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
     _write_json(folder / "generation_config.json", {**ids, "max_new_tokens": 128})
+
+
+def _tokenizer_json(tokenizer: Tokenizer, eod: str) -> str:
+    """For `tokenizers`: its own file, or for the byte tokenizer one that gives the same ids (merges nothing)."""
+    if isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.content
+    built = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=byte_of_symbol(), merges=[]))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    built.decoder = tokenizers.decoders.ByteLevel()
+    built.add_special_tokens([tokenizers.AddedToken(eod, special=True)])
+    return built.to_str()
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -16,8 +16,10 @@ from gpt3d.parallel.copies import check_copies
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.random import derive
 from gpt3d.pipeline.executor import Executor, Microbatch
+from gpt3d.pipeline.recorder import Recorder
+from gpt3d.pipeline.simulate import Timeline
 from gpt3d.pipeline.transport import connect
-from gpt3d.zero.engine import DTYPES, new_engine
+from gpt3d.zero.engine import DTYPES, new_engine, sharder
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Rows:
     tokens: Tensor
     labels: Tensor
     index: int
+    position_ids: Tensor | None = None  # [b, s], 0 at the start of each document: attention stays within documents
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Learner:
 
     def __init__(self, config: RunConfig, layout: Layout) -> None:
         self.layout, self.seed, self.zero_stage = layout, config.seed, config.zero.stage
-        self.engine = new_engine(config, layout, build_chunks(config, layout))
+        self.engine = new_engine(config, layout, build_chunks(config, layout, sharder(config, layout)))
         self.seq_len, self.micro_batch_size = config.data.seq_len, config.trainer.micro_batch_size
         self.padded_vocab_size = config.model.padded_vocab_size
         sequence = self.seq_len // (layout.tp.size if layout.sequence_parallel else 1)
@@ -56,7 +59,7 @@ class Learner:
         transport = connect(layout, shape, DTYPES[config.precision.dtype], ring=chunks > 1)
         self.executor = Executor(layout, self.engine, transport, config.pipeline.schedule, chunks)
         rows = config.trainer.global_batch_size // layout.dp.size
-        self.executor.actions(rows // self.micro_batch_size)  # an impossible schedule is refused before the first step
+        self.executor.plan(rows // self.micro_batch_size)  # an impossible schedule is refused before the first step
 
     def step(self, rows: Sequence[Rows], lr: float) -> Outcome:
         """One optimizer step on this replica's microbatches.
@@ -70,6 +73,17 @@ class Learner:
         loss_sum = self.executor.train(self._to_device(rows), self.layout.dp.size / tokens)
         result = self.engine.step(lr)
         return Outcome(loss_sum, tokens, result.grad_norm, result.skipped)
+
+    def start_recording(self) -> None:
+        """Note when each action of the next step begins and ends. Collective."""
+        self.executor.recorder = Recorder(self.layout)
+
+    def take_timeline(self) -> Timeline | None:
+        """Stop recording; the timeline of the first replica's pipeline, on rank 0 only. Collective."""
+        recorder, self.executor.recorder = self.executor.recorder, None
+        assert recorder is not None, "start_recording comes first"
+        first = self.layout.at.tp == 0 and self.layout.at.dp == 0
+        return recorder.gather() if first else None
 
     def evaluate(self, rows: Sequence[Rows]) -> tuple[float, int]:
         """Summed loss [nats] and number of targets over all replicas; each may bring another number of rows.
@@ -123,6 +137,7 @@ class Learner:
                 r.tokens.to(device, non_blocking=True),
                 r.labels.to(device, non_blocking=True),
                 derive(self.seed, r.index),
+                None if r.position_ids is None else r.position_ids.to(device, non_blocking=True),
             )
             for r in rows
         ]

@@ -13,6 +13,8 @@ from typing import Any
 from gpt3d.config.cli import run_cli
 from gpt3d.config.rules import require_valid
 from gpt3d.config.schema import RunConfig
+from gpt3d.data.errors import DataError
+from gpt3d.launch import RankFailed
 from gpt3d.rank import train_rank
 
 HELP = """
@@ -31,11 +33,20 @@ def main() -> None:
 
     if (world := joining()) is not None:
         join_world(world, compose_on_rank_0, train_rank)
-    run_cli(train_here, HELP, check=check_here)
+    try:
+        run_cli(train_here, HELP, check=check_here)
+    except (DataError, RankFailed) as failure:
+        sys.exit(f"gpt3d: {failure}")
+    except KeyboardInterrupt:
+        print("gpt3d: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def train_here(config: RunConfig) -> float | None:
-    """Start the ranks on this machine; returns the validation loss, the objective of a sweep."""
+    """Start the ranks on this machine; returns the validation loss, the objective of a sweep.
+
+    What goes wrong is raised, so that the other jobs of a sweep still run.
+    """
     from gpt3d import data, launch
     from gpt3d.config.arithmetic import total_ranks
     from gpt3d.launch.machine import this_machine
@@ -49,12 +60,7 @@ def train_here(config: RunConfig) -> float | None:
         f"gpt3d: starting {ranks} rank{'s' if ranks > 1 else ''} on {device}; run folder {recorded['run_dir']}",
         flush=True,
     )
-    try:
-        results = launch.start(
-            train_rank, recorded, nprocs=ranks, device=device, run_dir=recorded["run_dir"], grace=grace
-        )
-    except launch.RankFailed as failure:
-        sys.exit(f"gpt3d: {failure}")
+    results = launch.start(train_rank, recorded, nprocs=ranks, device=device, run_dir=recorded["run_dir"], grace=grace)
     return results["validation_loss"]
 
 

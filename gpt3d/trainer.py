@@ -15,7 +15,7 @@ from gpt3d.config.arithmetic import World, resolve_dp
 from gpt3d.config.problems import ConfigError
 from gpt3d.config.rules import check_vocabulary, require_valid
 from gpt3d.config.schema import RunConfig
-from gpt3d.data import Batches, build_data, validation_batches
+from gpt3d.data import Batches, MicroBatch, build_data, validation_batches
 from gpt3d.debug import inject_fault
 from gpt3d.generation import generate
 from gpt3d.learner import Learner, Outcome, Rows
@@ -23,6 +23,9 @@ from gpt3d.optim.lr import lr_at
 from gpt3d.parallel.collectives import all_reduce
 from gpt3d.parallel.device import Device
 from gpt3d.parallel.layout import Sizes, create_layout
+from gpt3d.pipeline.describe import stage_text
+from gpt3d.pipeline.picture import bubble_in_words, write_timelines
+from gpt3d.pipeline.simulate import Timeline
 from gpt3d.planner.hardware import peak_tflops
 from gpt3d.tracking.banner import banner, summary
 from gpt3d.tracking.metrics import Meter, Metrics
@@ -61,6 +64,7 @@ class Trainer:
         self.loss_sum, self.loss_tokens = torch.zeros((), device=self.layout.device), 0
         self.loss: float | None = None
         self.validation_loss: float | None = None
+        self.first_step, self.timelines = 0, list[Timeline]()
         self.run_dir = Path(config.run_dir or ".")
         self.console = Console(t.steps, config.tracking.progress_bar) if self.is_main else None
         self.jsonl = JsonLines(self.run_dir / "metrics.jsonl") if self.is_main else None
@@ -81,6 +85,9 @@ class Trainer:
         t, begun, tokens_before = self.config.trainer, time.perf_counter(), self.tokens
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.learner.engine.module.parameters())
         self.say(banner(self.config, self.layout, self.device, self.data.info, parameters))
+        if self.layout.sizes.pp > 1:
+            self.say(stage_text(self.config))
+        self.first_step = self.step
         first_loss: float | None = None
         with self.checkpoints:
             while self.step < t.steps:
@@ -120,13 +127,21 @@ class Trainer:
         inject_fault(self.config.debug, self.layout.rank, self.step)
         batch = next(self.batches)
         lr = lr_at(self.step, self.config.optimizer.lr, self.config.lr, self.config.trainer.steps)
-        outcome = self.learner.step([Rows(**rows) for rows in batch], lr)
+        recording = 0 < self.step - self.first_step <= self.config.trainer.timeline
+        if recording:
+            self.learner.start_recording()
+        outcome = self.learner.step([_rows(micro_batch) for micro_batch in batch], lr)
+        if recording:
+            self._keep_timeline()
         self.step += 1
         self.tokens += self.meter.tokens_per_step
         self.meter.count(self.batches.wait_seconds)
         self.loss_sum += outcome.loss_sum
         self.loss_tokens += outcome.tokens
         self._watch_skips(outcome)
+        check_interval = self.config.trainer.copy_check_interval
+        if check_interval and self.step % check_interval == 0:
+            self.learner.check_copies()
         if self.console is not None:
             self.console.advance()
         interval = self.config.tracking.log_interval
@@ -154,6 +169,19 @@ class Trainer:
         if not math.isfinite(loss):
             raise TrainingStopped(f"the loss is {loss} at step {self.step}: training has diverged. {self._remedies()}")
         return metrics
+
+    def _keep_timeline(self) -> None:
+        """Collect the step's timeline; after the last one draw them and log the bubble."""
+        timeline = self.learner.take_timeline()
+        if timeline is None:
+            return
+        self.timelines.append(timeline)
+        if len(self.timelines) == self.config.trainer.timeline:
+            chunks = self.config.pipeline.chunks
+            files = write_timelines(self.timelines, chunks, self.config.run_name, self.run_dir)
+            self.say(f"{bubble_in_words(self.timelines, chunks)}; drawn in {files[0]}")
+            if self.jsonl is not None:
+                self.jsonl.log({"step": self.step + 1, "pipeline_bubble": timeline.bubble})
 
     def _watch_skips(self, outcome: Outcome) -> None:
         """Count steps without an update; all ranks see the same ones and stop together when there are too many."""
@@ -186,7 +214,7 @@ class Trainer:
             self.data.validation, t.global_batch_size, t.micro_batch_size, self.layout.at.dp, self.layout.sizes.dp,
             limit=t.eval_batches,
         ):  # fmt: skip
-            batch_loss, batch_tokens = self.learner.evaluate([Rows(**rows) for rows in batch])
+            batch_loss, batch_tokens = self.learner.evaluate([_rows(micro_batch) for micro_batch in batch])
             loss, tokens = loss + batch_loss, tokens + batch_tokens
         self.validation_loss = loss / max(tokens, 1)
         self.log(
@@ -248,3 +276,7 @@ class Trainer:
         """A line from rank 0."""
         if self.console is not None:
             self.console.print(text)
+
+
+def _rows(batch: MicroBatch) -> Rows:
+    return Rows(batch["tokens"], batch["labels"], batch["index"], batch.get("position_ids"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpt3d.config.schema import ClusterConfig, ModelConfig, RunConfig
+from gpt3d.pipeline.stages import split_layers
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,11 @@ def num_microbatches(config: RunConfig, dp: int) -> int:
 
 def stage_layers(config: RunConfig) -> list[int]:
     """Layers of each of the pp x chunks pieces, in model order; piece i lies on stage i % pp. Exact if rules passed."""
-    if config.parallel.layers_per_stage is not None:
-        return list(config.parallel.layers_per_stage)
-    pieces = config.parallel.pp * config.pipeline.chunks
-    return [config.model.num_layers // pieces] * pieces
+    p, pieces = config.parallel, config.parallel.pp * config.pipeline.chunks
+    if p.layers_per_stage is not None:
+        return list(p.layers_per_stage)
+    layers = max(config.model.num_layers, pieces)
+    return [len(held) for held in split_layers(layers, pieces, p.embedding_layers, p.head_layers)]
 
 
 def tp_splits_heads(model: ModelConfig, tp: int) -> bool:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from gpt3d.config.arithmetic import World, available_ranks, device_of, num_microbatches, resolve_dp, total_ranks
 from gpt3d.config.schema import RunConfig
+from gpt3d.pipeline.describe import ideal_bubble
 from gpt3d.planner.memory import GB, size, worst_rank
+from gpt3d.planner.traffic import zero_cost
 
 
 def batch_in_words(config: RunConfig, dp: int) -> str:
@@ -38,9 +40,9 @@ def _choices(config: RunConfig, world: World) -> Iterator[str]:
     if (rows := model.padded_vocab_size - model.vocab_size) > 0:
         yield f"{rows} padding rows bring the vocabulary to {model.padded_vocab_size} (model.vocab_multiple)"
     if parallel.pp > 1:
-        count, chunks = num_microbatches(config, dp), config.pipeline.chunks
-        bubble = (parallel.pp - 1) / (count * chunks + parallel.pp - 1)
+        count, bubble = num_microbatches(config, dp), ideal_bubble(config, dp)
         yield f"pipeline bubble {bubble:.0%} of a step: {count} microbatches over {parallel.pp} stages; more shrink it"
+    yield from zero_cost(config, dp)
     if device == "cuda" and config.cluster.gpu_memory_gb:
         need = worst_rank(config, dp).device
         full = " and may not fit" if need > 0.92 * config.cluster.gpu_memory_gb * GB else ""

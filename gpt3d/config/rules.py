@@ -7,6 +7,7 @@ microbatches while the ranks don't divide) yields nothing then.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -139,10 +140,14 @@ def pipeline(config: RunConfig, world: World) -> Iterator[Problem]:
     pieces = pp * chunks
     product = f"parallel.pp={pp}" + (f" x pipeline.chunks={chunks}" if chunks > 1 else "")
     if given is not None:
+        for key in ("embedding_layers", "head_layers"):
+            if weight := getattr(config.parallel, key):
+                why = "has no effect beside parallel.layers_per_stage, which says everything"
+                yield Problem(f"parallel.{key}", weight, why, f"parallel.{key}=0 or parallel.layers_per_stage=null")
         if len(given) != pieces or sum(given) != layers or min(given, default=0) < 1:
             why = f"needs {pieces} numbers of at least 1 ({product}) that sum up to model.num_layers={layers}"
             yield Problem("parallel.layers_per_stage", given, why, _even_split(layers, pieces))
-    elif layers % pieces:
+    elif layers < pieces or (layers % pieces and not config.parallel.embedding_layers + config.parallel.head_layers):
         why = f"model.num_layers={layers} doesn't divide into {pieces} equal pieces ({product})"
         legal = [n for n in range(1, layers // chunks + 1) if layers % (n * chunks) == 0]
         yield Problem("parallel.pp", pp, why, f"parallel.pp can be {legal}; {_even_split(layers, pieces)}")
@@ -267,6 +272,9 @@ def zero(config: RunConfig, world: World) -> Iterator[Problem]:
     if config.zero.offload_param != "none" and stage != 3:
         why = f"zero.stage={stage} doesn't shard parameters; offloading them needs stage 3"
         yield Problem("zero.offload_param", config.zero.offload_param, why, "zero=3_offload, or none")
+    if config.optimizer.name == "cpu_adamw" and config.zero.offload_optimizer == "none":
+        why = "it updates states in host memory, and zero.offload_optimizer=none keeps them on the device"
+        yield Problem("optimizer.name", "cpu_adamw", why, "optimizer=adamw, or zero.offload_optimizer=cpu")
     yield from contradictions(config, _known_dp(config, world) if _batch_ok(config, world) else None)
 
 
@@ -291,6 +299,13 @@ def learning_rate(config: RunConfig, world: World) -> Iterator[Problem]:
         )
 
 
+def timeline(config: RunConfig, world: World) -> Iterator[Problem]:
+    """Pictures need a library that training does not."""
+    if config.trainer.timeline and importlib.util.find_spec("matplotlib") is None:
+        fix = "pip install 'gpt3d[plot]', or trainer.timeline=0"
+        yield Problem("trainer.timeline", config.trainer.timeline, "pictures need matplotlib, which is missing", fix)
+
+
 def checkpoints(config: RunConfig, world: World) -> Iterator[Problem]:
     """`auto` looks in this run's folder, so that must be a lasting one."""
     if config.checkpoint.resume == "auto" and config.run_dir is None:
@@ -300,7 +315,7 @@ def checkpoints(config: RunConfig, world: World) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     names, model_shape, tensor_parallel, pipeline, ranks, machine, memory, batch, zero, precision, learning_rate,
-    checkpoints,
+    timeline, checkpoints,
 )  # fmt: skip
 
 

@@ -80,6 +80,8 @@ class ParallelConfig:
     sequence_parallel: bool = False
     allow_cross_node_tp: bool = False
     layers_per_stage: Optional[list[int]] = None
+    embedding_layers: float = number(0.0, low=0.0)
+    head_layers: float = number(0.0, low=0.0)
 
 
 @dataclass
@@ -125,7 +127,7 @@ class PrecisionConfig:
 class OptimizerConfig:
     """AdamW. No decay on norms and biases."""
 
-    name: str = one_of("adamw", default="adamw")
+    name: str = one_of("adamw", "cpu_adamw", default="adamw")
     lr: float = number(low=0.0)
     beta1: float = number(0.9, low=0.0, high=1.0)
     beta2: float = number(0.95, low=0.0, high=1.0)
@@ -152,7 +154,7 @@ class HfConfig:
     name: Optional[str] = None
     split: str = "train"
     revision: Optional[str] = None
-    data_files: Any = None
+    data_files: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     streaming: bool = False
     streams: int = number(64, low=1)
@@ -255,6 +257,7 @@ class TrainerConfig:
     sample_tokens: int = number(0, low=0)
     sample_prompt: str = ""
     copy_check_interval: int = number(0, low=0)
+    timeline: int = number(0, low=0)
 
 
 @dataclass

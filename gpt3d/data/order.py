@@ -18,7 +18,8 @@ ROUNDS = 6  # 2 rounds fail a chi-square test of pairs, 4 pass; 6 leave a margin
 def derive_keys(count: int, *path: int | str) -> np.ndarray:
     """`count` 64-bit keys [count] that depend on every element of `path` (a seed, an epoch, a name)."""
     text = "/".join(str(part) for part in path).encode()
-    digests = [hashlib.blake2b(text, digest_size=64, salt=bytes([block])).digest() for block in range(-(-count // 8))]
+    salts = [block.to_bytes(8, "little") for block in range(-(-count // 8))]
+    digests = [hashlib.blake2b(text, digest_size=64, salt=salt).digest() for salt in salts]
     return np.frombuffer(b"".join(digests), "<u8")[:count]
 
 
@@ -62,6 +63,29 @@ class Permutation:
         return left * self._b + right
 
 
+class EpochOrder:
+    """Sample k -> (its epoch, its place in the permuted range(n)); another permutation each epoch."""
+
+    def __init__(self, n: int, *path: int | str) -> None:
+        self.n, self._path = n, path
+        self._permutations: dict[int, Permutation] = {}
+
+    def __call__(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Epochs [k] and places [k] of the samples `index` [k]."""
+        epochs, places = np.divmod(np.asarray(index, np.int64), self.n)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            places[here] = self._permutation(epoch)(places[here])
+        return epochs, places
+
+    def _permutation(self, epoch: int) -> Permutation:
+        if epoch not in self._permutations:
+            if len(self._permutations) > 8:
+                self._permutations.clear()
+            self._permutations[epoch] = Permutation(self.n, *self._path, epoch)
+        return self._permutations[epoch]
+
+
 class SampleIndex:
     """Where sample k begins: the tokens, seen as a ring, are cut into windows and these permuted, anew each epoch.
 
@@ -71,7 +95,7 @@ class SampleIndex:
     def __init__(self, tokens: int, seq_len: int, seed: int, stream: int | str = 0) -> None:
         self.tokens, self.seq_len, self._path = tokens, seq_len, ("order", seed, stream)
         self.samples_per_epoch = (tokens - 1) // seq_len
-        self._epochs: dict[int, tuple[Permutation, int]] = {}
+        self._order = EpochOrder(self.samples_per_epoch, *self._path)
 
     @property
     def remainder(self) -> int:
@@ -80,19 +104,10 @@ class SampleIndex:
 
     def starts(self, index: np.ndarray) -> np.ndarray:
         """Position of the first token [k] of the samples `index` [k]; a window may pass the end and go on at 0."""
-        index = np.asarray(index, np.int64)
-        epochs, places = np.divmod(index, self.samples_per_epoch)
-        starts = np.empty_like(index)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            permutation, phase = self._epoch(epoch)
-            starts[here] = (permutation(places[here]) * self.seq_len + phase) % self.tokens
-        return starts
+        epochs, places = self._order(index)
+        unique, which = np.unique(epochs, return_inverse=True)
+        phases = np.array([self._phase(epoch) for epoch in unique.tolist()], np.int64)
+        return (places * self.seq_len + phases[which]) % self.tokens
 
-    def _epoch(self, epoch: int) -> tuple[Permutation, int]:
-        if epoch not in self._epochs:
-            if len(self._epochs) > 8:
-                self._epochs.clear()
-            phase = int(derive_keys(1, *self._path, epoch, "phase")[0]) % self.tokens if epoch else 0
-            self._epochs[epoch] = Permutation(self.samples_per_epoch, *self._path, epoch), phase
-        return self._epochs[epoch]
+    def _phase(self, epoch: int) -> int:
+        return int(derive_keys(1, *self._path, epoch, "phase")[0]) % self.tokens if epoch else 0

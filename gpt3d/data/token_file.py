@@ -17,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from gpt3d.data.errors import DataError
+from gpt3d.data.token_source import pread_tokens
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -35,7 +36,7 @@ class TokenFileWriter:
 
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
-        self.tokens, self.largest_id = 0, -1
+        self.documents, self.tokens, self.largest_id = 0, 0, -1
         self._limit = np.iinfo(self.dtype).max
         self._lengths: list[np.ndarray] = []
         self._digest = hashlib.blake2b(digest_size=16)
@@ -55,7 +56,7 @@ class TokenFileWriter:
         self._digest.update(raw)
         self._file.write(raw)
         self._lengths.append(sizes.astype("<i4"))
-        self.tokens += len(tokens)
+        self.documents, self.tokens = self.documents + len(sizes), self.tokens + len(tokens)
 
     def close(self) -> str:
         """Write the index, flush both files to the disk; returns the checksum (blake2b) of the tokens and lengths."""
@@ -76,7 +77,7 @@ class TokenFile:
     """Reads a pair. Tokens are read by position with `pread`: no memory is mapped, a truncated file is an error."""
 
     def __init__(self, prefix: Path) -> None:
-        self.prefix = Path(prefix)
+        self.prefix, self.name = Path(prefix), str(prefix)
         index, binary = with_suffix(self.prefix, ".idx"), with_suffix(self.prefix, ".bin")
         try:
             with open(index, "rb") as opened:
@@ -98,16 +99,13 @@ class TokenFile:
         mapped = np.memmap(index, mode="r", dtype=np.uint8)
         self.lengths = mapped[HEADER.size : HEADER.size + 4 * sequences].view("<i4")
         self.document_index = mapped[HEADER.size + 12 * sequences : expected].view("<i8")
+        self.documents = max(0, boundaries - 1)
         self.tokens = int(self.lengths.sum(dtype=np.int64))
         # Offsets follow from the lengths, so damaged ones (int32 overflow in merged files) do not matter.
         if self.tokens * self.dtype.itemsize != bytes_:
             need = self.tokens * self.dtype.itemsize
             raise DataError(f"{binary} has {bytes_:,} bytes, its index describes {need:,}: truncated copy?")
-        self._fd = os.open(binary, os.O_RDONLY)
-
-    def __len__(self) -> int:
-        """Number of documents."""
-        return max(0, len(self.document_index) - 1)
+        self._file = open(binary, "rb", buffering=0)  # noqa: SIM115  (open while in use)
 
     def document_lengths(self) -> np.ndarray:
         """Tokens of each document [documents], int64; a document may consist of several sequences."""
@@ -118,15 +116,7 @@ class TokenFile:
         """Tokens [count] from position `start` of the whole file, in the file's dtype."""
         if start < 0 or count < 0 or start + count > self.tokens:
             raise DataError(f"{self.prefix}: tokens {start:,} to {start + count:,} asked of {self.tokens:,}")
-        wanted, chunks, width = count * self.dtype.itemsize, [], self.dtype.itemsize
-        position = start * width
-        while wanted:
-            chunk = os.pread(self._fd, min(wanted, 1 << 30), position)
-            if not chunk:
-                raise DataError(f"{self.prefix}.bin ended at byte {position:,}: the file was cut while in use")
-            chunks.append(chunk)
-            wanted, position = wanted - len(chunk), position + len(chunk)
-        return np.frombuffer(chunks[0] if len(chunks) == 1 else b"".join(chunks), self.dtype)
+        return pread_tokens(self._file.fileno(), f"{self.prefix}.bin", self.dtype, start, count)
 
     def checksum(self) -> str:
         """The writer's checksum, computed anew from what is on the disk."""
@@ -135,15 +125,6 @@ class TokenFile:
             digest.update(self.read(start, min(_COPY_TOKENS, self.tokens - start)).view(np.uint8).data)
         digest.update(np.ascontiguousarray(self.lengths).view(np.uint8).data)
         return digest.hexdigest()
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            self.close()
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,7 @@ import numpy as np
 from gpt3d.config.schema import TokenizerConfig
 from gpt3d.data.embedded import read_asset
 from gpt3d.data.errors import DataError
-
-END_OF_DOCUMENT = "<|endoftext|>"
-# GPT-2's pre-tokenization, which ByteLevel(use_regex=True) of `tokenizers` applies.
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+from gpt3d.data.vocabulary import END_OF_DOCUMENT, as_tiktoken, gpt2_json
 
 
 class Tokenizer(ABC):
@@ -34,18 +33,14 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of `ids`; bytes that are no UTF-8 (a character cut in two) become U+FFFD."""
 
-    @abstractmethod
-    def to_json(self) -> str:
-        """The `tokenizer.json` of the `tokenizers` library that gives the same ids."""
-
-    def _check_ids(self, ids: Sequence[int] | np.ndarray) -> list[int]:
+    def _check_ids(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         array = np.asarray(ids, np.int64)
         if array.size and (array.min() < 0 or array.max() >= self.vocab_size):
             raise DataError(
                 f"tokenizer {self.name} has ids 0 to {self.vocab_size - 1:,}, cannot decode {array.min():,} to "
                 f"{array.max():,}"
             )
-        return array.tolist()
+        return array
 
 
 class BytesTokenizer(Tokenizer):
@@ -60,26 +55,19 @@ class BytesTokenizer(Tokenizer):
         return np.frombuffer(_utf8(text), np.uint8)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        parts = [bytes([i]) if i < 256 else END_OF_DOCUMENT.encode() for i in self._check_ids(ids)]
-        return b"".join(parts).decode("utf-8", "replace")
-
-    def to_json(self) -> str:
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-        tokenizer = Tokenizer(models.BPE(vocab=_byte_of_symbol(), merges=[]))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True)])
-        return tokenizer.to_str()
+        array = self._check_ids(ids)
+        documents = np.split(array, np.flatnonzero(array == self.eod))
+        texts = [document[document != self.eod].astype(np.uint8).tobytes() for document in documents]
+        return END_OF_DOCUMENT.encode().join(texts).decode("utf-8", "replace")
 
 
-class BpeTokenizer(Tokenizer):
+class JsonTokenizer(Tokenizer):
     """A `tokenizer.json`. Where tiktoken gives the same ids (checked on load) it does the work, 5 to 8 times faster."""
 
-    def __init__(self, content: str, name: str, eod_token: str = END_OF_DOCUMENT) -> None:
+    def __init__(self, content: str, name: str, eod_token: str | None = None) -> None:
         import tokenizers
 
-        self.name, self._content = name, content
+        self.name, self.content = name, content
         try:
             self._reference = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises bare Exception
@@ -88,12 +76,20 @@ class BpeTokenizer(Tokenizer):
         self._reference.no_truncation()
         self._reference.no_padding()
         vocabulary = self._reference.get_vocab(with_added_tokens=True)
-        if eod_token not in vocabulary:
-            raise DataError(f"{name} has no token {eod_token!r} to end a document; its added tokens: {self._added()}")
-        self.eod = vocabulary[eod_token]
+        added = [token.content for token in self._reference.get_added_tokens_decoder().values()]
+        self.eod_token = eod_token or END_OF_DOCUMENT
+        if self.eod_token not in vocabulary:
+            raise DataError(
+                f"tokenizer {name} has no token {self.eod_token!r} to end a document; set tokenizer.eod_token to one "
+                f"of its added tokens: {', '.join(added[:20]) or 'it has none'}"
+            )
+        self.eod = vocabulary[self.eod_token]
         self.vocab_size = max(vocabulary.values()) + 1
         self.fingerprint = hashlib.sha256(f"{self.eod}\n{content}".encode()).hexdigest()[:16]
-        self._fast = _as_tiktoken(self._reference, self._added())
+        self._fast = as_tiktoken(self._reference, json.loads(content), {token: vocabulary[token] for token in added})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JsonTokenizer, (self.content, self.name, self.eod_token)
 
     @property
     def engine(self) -> str:
@@ -107,25 +103,62 @@ class BpeTokenizer(Tokenizer):
         return np.asarray(self._reference.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        checked = self._check_ids(ids)
+        checked = self._check_ids(ids).tolist()
         if self._fast is not None:
             return self._fast.decode(checked, errors="replace")
         return self._reference.decode(checked, skip_special_tokens=False)
 
-    def to_json(self) -> str:
-        return self._content
-
-    def _added(self) -> list[str]:
-        return [token.content for token in self._reference.get_added_tokens_decoder().values()]
-
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that `tokenizer=` names."""
+    """The tokenizer that `tokenizer=` names. One that is trained on the corpus: `gpt3d.data.build.open_tokenizer`."""
     if config.kind == "bytes":
         return BytesTokenizer()
     if config.kind == "shakespeare_bpe":
-        return BpeTokenizer(read_asset("shakespeare_bpe.json").decode("utf-8"), name="shakespeare_bpe")
-    raise DataError(f"tokenizer.kind={config.kind} is unknown; choose bytes or shakespeare_bpe")
+        return JsonTokenizer(read_asset("shakespeare_bpe.json").decode("utf-8"), name="shakespeare_bpe")
+    if config.kind == "gpt2":
+        return JsonTokenizer(gpt2_json(), name="gpt2")
+    if config.kind == "hf":
+        return _hugging_face(config)
+    raise DataError(f"tokenizer.kind={config.kind} needs a corpus to be trained on")
+
+
+def _hugging_face(config: TokenizerConfig) -> Tokenizer:
+    """A tokenizer.json by its path, in a folder, or in a repository of the hub."""
+    if config.path is None:
+        raise DataError(
+            "tokenizer.kind=hf needs tokenizer.path: a tokenizer.json, a folder with one, or a name on the hub"
+        )
+    path = Path(config.path).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    elif not path.is_file():
+        path = _from_hub(config.path, "tokenizer.json", config.revision)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"tokenizer.path={config.path}: cannot read {path}: {error}") from error
+    return JsonTokenizer(content, Path(config.path).name.removesuffix(".json"), config.eod_token or _eos_token(path))
+
+
+def _from_hub(name: str, file: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, file, revision=revision))
+    except Exception as error:  # the library raises many kinds
+        raise DataError(
+            f"tokenizer.path={name} is no file or folder here, and the hub does not give its {file}: "
+            f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _eos_token(path: Path) -> str | None:
+    """The `eos_token` that tokenizer_config.json beside a tokenizer.json names, if there is one."""
+    try:
+        token = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError):
+        return None
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _utf8(text: str) -> bytes:
@@ -135,42 +168,3 @@ def _utf8(text: str) -> bytes:
         raise DataError(
             f"text has a lone surrogate {text[error.start]!r} at character {error.start}: no UTF-8"
         ) from error
-
-
-def _byte_of_symbol() -> dict[str, int]:
-    """GPT-2 writes each byte as one printable character: itself where printable, else the next one from U+0100 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-# Contractions, digits, several scripts, white space of all sorts, a special token's text, long runs.
-_PROBE = (
-    "Nay, answer me: stand, and unfold yourself.\n\n\tWho's there?  I'll  've  ''tis\r\n",
-    " 1234567 3.14e-10 x==y; foo_bar(baz)[0]",
-    f"{END_OF_DOCUMENT} <s> \x00\x7f\ufeff na\u00efve \u6f22\u5b57\u304b\u306a \u0645\u0631\u062d\u0628\u0627",
-    "\U0001f600\u200d\U0001f525 \u00a0\u2003 e\u0301",
-    " " * 40 + "a" * 200 + "\n" * 7 + "=" * 50 + " \n \n  Z'LL it'S",
-)
-
-
-def _as_tiktoken(reference: Any, added: list[str]) -> Any | None:
-    """The same tokenizer for tiktoken, or None where it does not give the same ids on the probe texts."""
-    import tiktoken
-
-    vocabulary, symbols = reference.get_vocab(with_added_tokens=True), _byte_of_symbol()
-    special = {token: vocabulary[token] for token in added}
-    try:
-        ranks = {bytes(symbols[c] for c in token): i for token, i in vocabulary.items() if token not in special}
-        encoding = tiktoken.Encoding("gpt3d", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-        for text in _PROBE:
-            fast = encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=()).tolist()
-            if fast != reference.encode(text, add_special_tokens=False).ids:
-                return None
-    except (
-        BaseException
-    ) as error:  # KeyError: no byte-level vocabulary; tiktoken's Rust core panics with a BaseException
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        return None
-    return encoding

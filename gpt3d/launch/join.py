@@ -33,8 +33,14 @@ STARTED, ENTRY, SEEN, DONE, FAILED = (f"gpt3d/{name}" for name in ("started", "e
 
 
 def joining() -> World | None:
-    """The world this process was started in by a launcher, or None: then start local ranks (`gpt3d.launch.start`)."""
-    return environment.read(os.environ)
+    """The world this process was started in by a launcher, or None: then start local ranks (`gpt3d.launch.start`).
+
+    A launcher's environment that makes no sense ends the command with one message.
+    """
+    try:
+        return environment.read(os.environ)
+    except LaunchError as error:
+        sys.exit(f"gpt3d: {error}")
 
 
 def join_world(

@@ -24,14 +24,20 @@ def prepare_deepspeed(device: str) -> None:
     """Import DeepSpeed for "cpu" or "cuda". Call it before anything else imports DeepSpeed."""
     os.environ["DS_ACCELERATOR"] = device  # DeepSpeed's own detection looks for every vendor's tools and logs about it
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    import deepspeed.ops
+    disabled = logging.root.manager.disable
+    logging.disable(logging.INFO)  # it tries a compiler on small files, and says so
+    try:
+        import deepspeed.ops
 
-    # DeepSpeed calls collectives by names that torch is renaming: nothing a user of gpt3d can act on
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+        ops = deepspeed.ops.__compatible_ops__
+    finally:
+        logging.disable(disabled)
     if device == "cpu":
         # Else the first process group compiles a C++ extension for minutes, and a killed build leaves a lock on which
         # every later run waits for ever.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        ops["deepspeed_shm_comm"] = False
+    # DeepSpeed calls collectives by names that torch is renaming: nothing a user of gpt3d can act on
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
 
 
 def import_all() -> None:

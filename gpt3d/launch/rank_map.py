@@ -17,8 +17,9 @@ def check_rank_map(entries: Sequence[tuple[str, int]], world: World, asked_nodes
     hosts: dict[str, list[int]] = {}
     for rank, (host, _) in enumerate(entries):
         hosts.setdefault(host, []).append(rank)
+    ranks_word = "rank" if world.size == 1 else "ranks"
     shown = (
-        f"{world.size} ranks on {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'} ({world.launcher}): "
+        f"{world.size} {ranks_word} on {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'} ({world.launcher}): "
         + "; ".join(f"{host}: {_ranges(ranks)}" for host, ranks in hosts.items())
     )
     if asked_nodes is not None and asked_nodes != world.nodes:

@@ -25,10 +25,10 @@ class Block(nn.Module):
         self.mlp_norm = Norm(make, f"{name}.mlp_norm", model)
         self.mlp = MLP(make, f"{name}.mlp", model)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, seed: int) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, seed: int, mask: Tensor | None = None) -> Tensor:
         seeds = [derive(seed, self.index, site) for site in range(3)]
         p = self.dropout if self.training else 0.0
-        y = self.attention(self.attention_norm(x), rotary, seeds[0])
+        y = self.attention(self.attention_norm(x), rotary, seeds[0], mask)
         x = x + hidden_dropout(y, p, seeds[1], self.layout)
         return x + hidden_dropout(self.mlp(self.mlp_norm(x)), p, seeds[2], self.layout)
 

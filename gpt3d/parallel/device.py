@@ -84,13 +84,13 @@ def select(local_rank: int, wanted: str = "auto") -> Device:
 
 
 def init_process_group(device: Device, timeout_minutes: float = 10.0) -> None:
-    """Join the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (set by gpt3d.launch or torchrun)."""
-    dist.init_process_group(
-        device.backend,
-        init_method="env://",
-        timeout=timedelta(minutes=timeout_minutes),
-        device_id=device.torch_device if device.kind == "cuda" else None,
-    )
+    """Join the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (set by gpt3d.launch or torchrun).
+
+    Without `device_id`: NCCL then connects each group at its first use instead of splitting the world's communicator,
+    which all ranks would have to do together for every group.
+    """
+    timeout = timedelta(minutes=timeout_minutes)
+    dist.init_process_group(device.backend, init_method="env://", timeout=timeout)
 
 
 def destroy_process_group() -> None:

@@ -119,7 +119,7 @@ def new_group(ranks: tuple[int, ...]) -> Any:
     """A handle for `ranks`; None for one rank. All ranks of the world call this together, each with its own set.
 
     A rank without partners must call it too: torch derives the name of a group from the number of groups that the rank
-    has made, and NCCL splits its communicator on all ranks at once. Only members meet, so start-up stays short.
+    has made. Only members meet, so start-up stays short.
     """
     handle = dist.new_group(list(ranks), use_local_synchronization=True)
     return handle if len(ranks) > 1 else None

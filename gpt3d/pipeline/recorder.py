@@ -58,9 +58,9 @@ class Recorder:
         return self._zero.elapsed_time(mark) / 1e3 if self.cuda else mark - self._zero_host
 
     def gather(self) -> Timeline | None:
-        """The timeline of rank 0's pipeline, on rank 0 only; every rank of that pipeline must call it."""
+        """The timeline of this rank's pipeline, on its first stage only. Collective over the pipeline."""
         if self.layout.pp.size == 1:
-            return Timeline([self.spans()]) if self.layout.rank == 0 else None
+            return Timeline([self.spans()])
         ranks: list[Any] | None = [None] * self.layout.pp.size if self.layout.is_first_stage else None
         dist.gather_object(self.spans(), ranks, dst=self.layout.pp.ranks[0], group=self.layout.pp.handle)
-        return Timeline(ranks) if ranks is not None and self.layout.rank == 0 else None
+        return Timeline(ranks) if ranks is not None else None

@@ -111,3 +111,29 @@ def _per_stage(name: str, times: Times, count: int) -> list[float]:
             raise ValueError(f"{name} has {len(times)} entries for {count} global stages (stages x chunks)")
         return list(times)
     return [times] * count
+
+
+def ideal_of(measured: Timeline, chunks: int) -> Timeline:
+    """The same actions as early as the schedule allows, messages free, each taking its mean measured time."""
+    stages = len(measured.ranks)
+    spent: dict[tuple[Kind, int], list[float]] = {}
+    for rank, spans in enumerate(measured.ranks):
+        for span in spans:
+            key = (span.action.kind, global_stage(rank, span.action.chunk, stages))
+            spent.setdefault(key, []).append(span.end - span.start)
+
+    def times(kind: Kind) -> list[float]:
+        return [_mean(spent.get((kind, stage), [])) for stage in range(stages * chunks)]
+
+    schedules = [[span.action for span in spans] for spans in measured.ranks]
+    return simulate(
+        schedules,
+        times(Kind.FORWARD),
+        times(Kind.BACKWARD),
+        times(Kind.BACKWARD_INPUT),
+        times(Kind.BACKWARD_WEIGHT),
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

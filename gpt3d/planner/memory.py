@@ -42,16 +42,18 @@ class RankMemory:
 
 def stage_parameters(config: RunConfig, stage: int) -> int:
     """Parameters on one rank of this pipeline stage before ZeRO shards them, with padded vocabulary and tied copy."""
-    model, tp, pp = config.model, config.parallel.tp, config.parallel.pp
+    return sum(piece_parameters(config)[stage :: config.parallel.pp])
+
+
+def piece_parameters(config: RunConfig) -> list[int]:
+    """The same for each of the pp x chunks pieces, in model order; a head tied on the embedding's rank is no copy."""
+    model, tp = config.model, config.parallel.tp
     rows = model.padded_vocab_size // tp * model.hidden_size
-    count = sum(stage_layers(config)[stage::pp]) * layer_parameters(model, tp)
-    first, last = stage == 0, stage == pp - 1
-    if first:
-        count += rows + (model.max_seq_len * model.hidden_size if model.position == "learned" else 0)
-    if last:
-        count += norm_parameters(model)
-        count += 0 if model.tied_embeddings and first else rows
-    return count
+    counts = [layers * layer_parameters(model, tp) for layers in stage_layers(config)]
+    counts[0] += rows + (model.max_seq_len * model.hidden_size if model.position == "learned" else 0)
+    counts[-1] += norm_parameters(model)
+    counts[-1] += 0 if model.tied_embeddings and config.parallel.pp == 1 else rows
+    return counts
 
 
 def layer_activations(

@@ -50,7 +50,7 @@ def summary(config: RunConfig, results: dict[str, Any], text: str | None, run_di
             f"        {than} the unigram entropy of the text, {entropy:.4f}: what word frequencies alone can give"
         )
     if text is not None:
-        lines += ["sample  " + line for line in text.strip("\n").split("\n")]
+        lines += ["sample", *("        " + line for line in text.strip("\n").split("\n"))]
     lines += [
         f"files   {run_dir / 'metrics.jsonl'} and config.yaml beside it",
         "next    python -m gpt3d.train trainer.steps=2000                     train for longer",

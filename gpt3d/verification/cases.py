@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpt3d.config.schema import (
+    ClusterConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -96,6 +97,7 @@ class Case:
             optimizer=OptimizerConfig(lr=LR, grad_clip=self.clip, eps=EPS),
             trainer=TrainerConfig(steps=STEPS, global_batch_size=ROWS, micro_batch_size=self.micro),
             data=DataConfig(source="synthetic", seq_len=SEQ),
+            cluster=ClusterConfig(name="test", device="cpu"),
             recompute=self.recompute,
             seed=7,
             run_name="parity",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from gpt3d.parallel import device
 from gpt3d.parallel.layout import Sizes, create_layout, single_process_layout
 from gpt3d.parallel.placement import Placement, placement_of
 from gpt3d.verification import reference
-from gpt3d.verification.cases import CLIP, ROWS, SEQ, STEPS, VOCAB, Case
+from gpt3d.verification.cases import CLIP, ROWS, SEQ, VOCAB, Case
 
 
 class Disagreement(AssertionError):
@@ -86,7 +87,7 @@ def train_plain(config: RunConfig) -> Result:
     model, shape = config.model, (config.trainer.global_batch_size, config.data.seq_len)
     losses, norms, final = reference.train(
         {name: value.float() for name, value in full_initial_weights(config).items()},
-        (batch(step, *shape) for step in range(STEPS)),
+        (batch(step, *shape) for step in range(config.trainer.steps)),
         model,
         lr=config.optimizer.lr,
         clip=config.optimizer.grad_clip,
@@ -117,7 +118,7 @@ def initial_weights(family: str) -> dict[str, Tensor]:
 
 
 def train_rank(config: RunConfig) -> RankResult:
-    """Runs on every rank: trains `config` for STEPS steps with evaluations, returns its numbers and its weights."""
+    """Runs on every rank: trains for `trainer.steps` steps, with evaluations; returns its numbers and its weights."""
     sizes = Sizes(config.parallel.tp, config.parallel.cp, config.parallel.dp or 1, config.parallel.pp)
     layout = create_layout(
         sizes,
@@ -135,7 +136,7 @@ def train_rank(config: RunConfig) -> RankResult:
         return [Rows(tokens[i : i + micro], labels[i : i + micro], step * len(tokens) + i) for i in mine]
 
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(config.trainer.steps):
         if step == 2:  # an evaluation in the middle must leave no trace; replicas bring different numbers of rows
             learner.evaluate(rows(98)[: 1 + layout.at.dp])
         outcome = learner.step(rows(step), lr)
@@ -177,10 +178,15 @@ def differences(got: Result, want: Result) -> Differences:
     if missing:
         raise Disagreement(f"only one of the two has {', '.join(sorted(missing))}")
     return Differences(
-        [abs(a - b) for a, b in zip([*got.losses, got.validation], [*want.losses, want.validation], strict=True)],
-        [abs(a - b) / b for a, b in zip(got.norms, want.norms, strict=True)],
-        {name: float((got.weights[name] - want.weights[name]).abs().max()) for name in want.weights},
+        [_gap(a - b) for a, b in zip([*got.losses, got.validation], [*want.losses, want.validation], strict=True)],
+        [_gap((a - b) / b) for a, b in zip(got.norms, want.norms, strict=True)],
+        {name: _gap(float((got.weights[name] - want.weights[name]).abs().max())) for name in want.weights},
     )
+
+
+def _gap(difference: float) -> float:
+    """Its size; infinite if it is no number, so that no bound admits it."""
+    return abs(difference) if math.isfinite(difference) else math.inf
 
 
 def _parts(place: Placement, value: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:

@@ -8,6 +8,7 @@ version is pinned exactly for that reason.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,11 +27,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gpt3d.config.schema import RunConfig
+from gpt3d.model.gpt import Part
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import Placement, placement_of
 from gpt3d.parallel.split_backward import WeightGradients, backward_input
 from gpt3d.zero.ds_config import derive_ds_config
-from gpt3d.zero.engine import StepResult, parameter_groups, tied_parameters
+from gpt3d.zero.engine import DTYPES, StepResult, parameter_groups, tied_parameters
 
 
 class DeepSpeedEngine:
@@ -41,26 +43,17 @@ class DeepSpeedEngine:
         self.tied = tied_parameters(module, config, layout)
         self.module = module
         mark_counted(module)
-        o = config.optimizer
-        offloaded = config.zero.offload_optimizer == "cpu"
-        optimizer = torch.optim.AdamW(
-            parameter_groups(module, o.weight_decay),
-            lr=o.lr,
-            betas=(o.beta1, o.beta2),
-            eps=o.eps,
-            fused=layout.device.type == "cuda" and not offloaded,
-        )
         self.engine: Any = deepspeed.initialize(
             model=module,
-            optimizer=optimizer,
+            optimizer=_new_optimizer(config, layout, module),
             config=derive_ds_config(config),
             mpu=_ModelParallelUnit(layout),
             dist_init_required=False,
         )[0]
         self.optimizer: Any = self.engine.optimizer
-        # With the optimizer offloaded, stage 2 caches norms while it reduces: tied gradients must be summed before.
-        self.coalesce = bool(self.tied) and offloaded
-        self.block: Any = None
+        if config.precision.dtype == "fp16":
+            # private: at the lowest scale it would raise; how many skipped steps are too many is the trainer's decision
+            self.optimizer.loss_scaler.raise_error_at_min_scale = False
         self.modules = [m for m in module.modules() if hasattr(m, "ds_grads_remaining")]  # none before stage 3
         if self.stage == 3 and layout.sizes.pp > 1:
             # private: the hook compares the order of forwards over the whole world, but stages run different ones, and
@@ -71,9 +64,11 @@ class DeepSpeedEngine:
     def loss_scale(self) -> float:
         return float(self.optimizer.cur_scale) if hasattr(self.optimizer, "cur_scale") else 1.0
 
-    def forward(self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         # Not through the engine: it would begin the reduction at any backward from the output, a split one too.
-        return self.module(chunk, x, seed, labels)
+        return self.module(chunk, x, seed, labels, position_ids)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
         self._expect_module_backward()
@@ -98,11 +93,7 @@ class DeepSpeedEngine:
     @contextlib.contextmanager
     def _accumulation(self, last: bool) -> Iterator[None]:
         """Around a backward pass that brings gradients to the parameters: what DeepSpeed does before and after it."""
-        if self.coalesce and self.block is None:
-            self.block = contextlib.ExitStack()
-            self.block.enter_context(self.engine.coalesce_grad_reduction())
-        if not self.coalesce:
-            self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.set_gradient_accumulation_boundary(last)
         if hasattr(self.optimizer, "clear_backward_seen_flag"):
             # private: only engine.forward resets this, but in a pipeline two backwards can follow each other
             self.optimizer.clear_backward_seen_flag()
@@ -114,9 +105,6 @@ class DeepSpeedEngine:
 
     def step(self, lr: float) -> StepResult:
         self._sum_tied_gradients()
-        if self.block is not None:
-            self.block.close()
-            self.block = None
         self.engine.set_gradient_accumulation_boundary(True)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -124,16 +112,22 @@ class DeepSpeedEngine:
         if self.stage == 3:
             # private: only the first backward of a step overwrites this buffer, and only where it passed
             self.optimizer.grad_partitions_flat_buffer.zero_()
-        norm = self.engine.get_global_grad_norm()
-        return StepResult(float(norm), bool(getattr(self.optimizer, "overflow", False)))
+        if self.optimizer.overflow:
+            self._forget_gradients()
+            return StepResult(math.inf, True)
+        return StepResult(float(self.engine.get_global_grad_norm()), False)
+
+    def _forget_gradients(self) -> None:
+        """After a skipped step: with an offloaded optimizer stages 1 and 2 would add the next gradients to the bad."""
+        kept = getattr(self.optimizer, "averaged_gradients", None)  # private
+        if self.stage < 3 and kept is not None:
+            kept.update(dict.fromkeys(kept))
 
     def _sum_tied_gradients(self) -> None:
         """Add the gradients of the two copies of the tied embedding, wherever this optimizer keeps them."""
         group = self.layout.ends.handle
         for p in self.tied:
-            if self.coalesce:
-                dist.all_reduce(self.optimizer.get_gradient_for_reduction(p) if self.stage < 3 else p.grad, group=group)
-            elif isinstance(self.optimizer, BF16_Optimizer):
+            if isinstance(self.optimizer, BF16_Optimizer):
                 dist.all_reduce(p._hp_grad, group=group)  # type: ignore[attr-defined]  # private
             elif self.stage == 3:
                 grad = safe_get_local_grad(p).clone()
@@ -143,19 +137,57 @@ class DeepSpeedEngine:
                 grad = safe_get_full_grad(p).clone()
                 dist.all_reduce(grad, group=group)
                 safe_set_full_grad(p, grad)
+                self._renew_cached_norm(p)
+
+    def _renew_cached_norm(self, p: nn.Parameter) -> None:
+        """private: with the optimizer offloaded, stages 1 and 2 keep each gradient's norm from when it was reduced."""
+        optimizer = self.optimizer
+        key = optimizer.get_param_id(p)
+        if key in getattr(optimizer, "norm_for_param_grads", ()):
+            group, _, start, length = optimizer.grad_position[key]
+            part = optimizer.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, start, length)
+            optimizer.norm_for_param_grads[key] = part.norm(2)
+            optimizer.update_offload_overflow_tracker(part)
 
     def held_weights(self) -> Iterator[tuple[Placement, Tensor]]:
         for p in self.module.parameters():
             if self.stage < 3:
                 yield placement_of(p), p.detach()
             else:  # private; the last shard ends in padding that nobody initialises
-                shard: Tensor = p.ds_tensor
-                held = min(shard.numel(), max(0, p.ds_numel - self.layout.dp.rank * shard.numel()))
+                shard: Tensor = p.ds_tensor  # type: ignore[attr-defined]
+                total: int = p.ds_numel  # type: ignore[attr-defined]
+                held = min(shard.numel(), max(0, total - self.layout.dp.rank * shard.numel()))
                 yield placement_of(p), shard.detach().flatten()[:held]
 
     def master_weights(self) -> Iterator[tuple[Placement, Tensor]]:
         for p in self.module.parameters():
             yield placement_of(p), safe_get_full_fp32_param(p).detach().view(placement_of(p).local_shape)
+
+
+def _new_optimizer(config: RunConfig, layout: Layout, module: nn.Module) -> torch.optim.Optimizer:
+    """AdamW: torch's, or DeepSpeed's vectorised one for states in host memory."""
+    o, groups = config.optimizer, parameter_groups(module, config.optimizer.weight_decay)
+    betas = (o.beta1, o.beta2)
+    if o.name == "cpu_adamw":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, lr=o.lr, betas=betas, eps=o.eps, adamw_mode=True)
+    fused = layout.device.type == "cuda" and config.zero.offload_optimizer == "none"
+    return torch.optim.AdamW(groups, lr=o.lr, betas=betas, eps=o.eps, fused=fused)
+
+
+def shard(config: RunConfig, layout: Layout, part: Part) -> Part:
+    """Cut the parameters of `part` over DP in place (ZeRO-3), so that at most one part of a model is ever whole."""
+    offloaded = config.zero.offload_param == "cpu"
+    deepspeed.zero.Init(
+        module=part,
+        data_parallel_group=layout.dp.handle,
+        mem_efficient_linear=False,
+        remote_device="cpu" if offloaded else None,
+        pin_memory=config.zero.pin_memory and offloaded,
+        dtype=DTYPES[config.precision.dtype],
+    )
+    return part
 
 
 def mark_counted(module: nn.Module) -> None:

@@ -6,6 +6,7 @@ microbatch in whatever order its schedule says; `step` reduces what is left, cli
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gpt3d.config.schema import RunConfig
+from gpt3d.model.gpt import OnBuilt, keep_whole
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import Placement, placement_of
 from gpt3d.parallel.split_backward import WeightGradients
@@ -24,7 +26,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class StepResult:
-    """`grad_norm`: L2 over all axes before clipping, each parameter counted once. `skipped`: overflow, no update."""
+    """`grad_norm`: L2 over all axes before clipping, each parameter counted once.
+
+    `skipped`: some gradient was not finite on some rank, so no rank updated anything; `grad_norm` is then inf.
+    """
 
     grad_norm: float
     skipped: bool
@@ -39,7 +44,9 @@ class Engine(Protocol):
     def loss_scale(self) -> float:
         """Factor that the loss must carry into backward (fp16); 1 otherwise."""
 
-    def forward(self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Run model chunk `chunk` of this rank."""
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
@@ -68,8 +75,19 @@ class Chunks(nn.Module):
         super().__init__()
         self.chunks = nn.ModuleList(chunks)
 
-    def forward(self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None) -> Tensor:
-        return self.chunks[chunk](x, seed, labels)
+    def forward(
+        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        return self.chunks[chunk](x, seed, labels, position_ids)
+
+
+def sharder(config: RunConfig, layout: Layout) -> OnBuilt:
+    """What to do with each part of the model once it is built: under ZeRO-3 a rank keeps its shard, never the whole."""
+    if config.zero.stage < 3 or layout.dp.size == 1:
+        return keep_whole
+    from gpt3d.zero.deepspeed_engine import shard
+
+    return functools.partial(shard, config, layout)
 
 
 def new_engine(config: RunConfig, layout: Layout, chunks: list[nn.Module]) -> Engine:

@@ -7,6 +7,7 @@ one all-reduce per step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -46,8 +47,10 @@ class ReplicatedEngine:
     def loss_scale(self) -> float:
         return self.scaler.scale
 
-    def forward(self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None) -> Tensor:
-        return self.module(chunk, x, seed, labels)
+    def forward(
+        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        return self.module(chunk, x, seed, labels, position_ids)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
         torch.autograd.backward(output, grad)
@@ -82,7 +85,7 @@ class ReplicatedEngine:
                     master.grad = None
         for p in self.masters:
             p.grad = None
-        return StepResult(norm, skipped)
+        return StepResult(math.inf if skipped else norm, skipped)
 
     def _average_gradients(self) -> None:
         """One flat all-reduce over DP per gradient dtype."""

@@ -25,7 +25,7 @@ def test_every_option_composes_within_its_limits(options: Options) -> None:
 def test_default_run() -> None:
     config = compose()
     assert check(config, World(gpus=0, device="cpu", host_memory_gb=8)) == []
-    assert (config.model.name, config.parallel.tp, config.parallel.dp, config.zero.stage) == ("tiny", 2, 2, 1)
+    assert (config.model.name, config.parallel.tp, config.parallel.pp, config.zero.stage) == ("tiny", 2, 2, 1)
     assert (config.precision.dtype, config.data.seq_len, config.trainer.steps) == ("fp32", 128, 300)
 
 

@@ -131,7 +131,7 @@ def test_bad_sizes_are_refused(dataset: TokenDataset, batch: int, micro: int, ra
 
 def test_an_error_in_the_thread_reaches_the_caller():
     class Broken:
-        seq_len = SEQ_LEN
+        seq_len, mask_eod, interleaved = SEQ_LEN, None, False
 
         def samples(self, index: np.ndarray) -> np.ndarray:
             if index[0] >= 2:

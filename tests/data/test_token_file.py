@@ -35,7 +35,7 @@ def test_round_trip(tmp_path: Path, vocab_size: int, dtype: type):
     documents = [[vocab_size - 1, 0], [7] * 5, [1]]
     checksum = write(tmp_path / "corpus.v1", documents, vocab_size)
     file = TokenFile(tmp_path / "corpus.v1")
-    assert (file.dtype, len(file), file.tokens) == (dtype, 3, 8)
+    assert (file.dtype, file.documents, file.tokens) == (dtype, 3, 8)
     assert file.document_lengths().tolist() == [2, 5, 1]
     assert file.read(1, 3).tolist() == [0, 7, 7]
     assert file.read(8, 0).tolist() == []
@@ -105,4 +105,4 @@ def test_a_file_cut_while_in_use_is_an_error_not_a_crash(tmp_path: Path):
 
 def test_empty_file(tmp_path: Path):
     write(tmp_path / "t", [])
-    assert (len(TokenFile(tmp_path / "t")), TokenFile(tmp_path / "t").tokens) == (0, 0)
+    assert (TokenFile(tmp_path / "t").documents, TokenFile(tmp_path / "t").tokens) == (0, 0)

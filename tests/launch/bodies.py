@@ -82,6 +82,10 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     print(f"rank {rank} trains with lr {config['lr']}")
     if config.get("fail_on") == rank:
         raise ValueError("boom")
+    if config.get("stuck_on") == rank:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as if in a collective, where no Python runs
+    if rank in (config.get("stuck_on"), config.get("wait_on")):
+        time.sleep(1000)
     if config.get("stop_on") == rank:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1000)

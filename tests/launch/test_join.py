@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gpt3d.launch import LaunchError, RankFailed, World
+from gpt3d.launch import LaunchError, RankFailed, World, joining
 from gpt3d.launch.environment import expand_counts, expand_hosts, read
 from gpt3d.launch.rank_map import check_rank_map
 from tests.launch import bodies
@@ -91,6 +91,13 @@ def test_no_guessing(env, words):
         read(env)
 
 
+def test_a_broken_environment_ends_the_command_with_one_message(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match="gpt3d: WORLD_SIZE is not set"):
+        joining()
+
+
 def test_rank_map():
     """LAU-01: distinct hosts are counted, and the map is shown."""
     world = read(TORCHRUN)
@@ -155,16 +162,16 @@ def test_all_end_with_a_rank_0_that_does_not_train(world, tmp_path, output, port
 
 
 def test_a_failing_joined_rank_ends_all_and_is_shown_once(world, tmp_path, output):
-    """Rank 0 is stuck in a collective; no launcher helps here, for rank 1's process stays."""
+    """Rank 0 is stuck; no launcher helps here, for rank 1's process stays."""
     with pytest.raises(RankFailed, match="rank 0 ended without a result or a traceback, exit code 1"):
-        world(bodies.joined, tmp_path, CONFIG | {"fail_on": 1}, {}, n=2, init=False, timeout=30)
+        world(bodies.joined, tmp_path, CONFIG | {"stuck_on": 0, "fail_on": 1}, {}, n=2, init=False, timeout=30)
     assert output(1)[1].startswith("rank 1 failed with ValueError: boom\nTraceback") and "in train" in output(1)[1]
     assert output(0)[1] == "rank 0 stopped because rank 1 failed\n"
 
 
 def test_sigterm_ends_all_quietly(world, tmp_path, output):
-    with pytest.raises(RankFailed, match="rank 0 ended"):
-        world(bodies.joined, tmp_path, CONFIG | {"stop_on": 1}, {}, n=2, init=False, timeout=30)
+    config = CONFIG | {"wait_on": 0, "stop_on": 1}
+    assert world(bodies.joined, tmp_path, config, {}, n=2, init=False, timeout=30) == [143, 143]
     assert output(0)[1] == output(1)[1] == ""
 
 

@@ -67,6 +67,12 @@ def test_a_sweep_runs_each_job_in_its_own_world(tmp_path: Path) -> None:
     assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], abs=2e-6)
 
 
+def test_a_failing_job_does_not_end_the_sweep(tmp_path: Path) -> None:
+    done = train("-m", *TINY, "parallel=single", "debug.fault=error,none", "trainer.steps=2", cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1
+    assert "debug.fault=error on rank 0" in done.stderr and "step 2/2" in done.stdout
+
+
 def test_a_large_model_on_a_small_machine_is_told_what_it_wants(tmp_path: Path) -> None:
     done = train("model=70b", "parallel=tp8_pp2", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
