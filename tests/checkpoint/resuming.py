@@ -20,6 +20,7 @@ from gpt3d.parallel import device
 from gpt3d.parallel.layout import Sizes, create_layout
 from gpt3d.verification.cases import Case
 from gpt3d.verification.compare import batch
+from gpt3d.zero.fragments import optimizer_state
 
 Losses = list[tuple[float, float]]
 
@@ -44,7 +45,7 @@ class Run:
         self.config = config
         self.learner = Learner(dataclasses.replace(config, seed=99) if scrambled else config, layout)
         self.learner.seed = config.seed  # of dropout
-        self.files = Checkpointer(config, layout, self.learner.engine, root)
+        self.files = Checkpointer(config, layout, optimizer_state(self.learner.engine), root)
 
     def steps(self, first: int, stop: int) -> Losses:
         """Losses and gradient norms."""
