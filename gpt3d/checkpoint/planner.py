@@ -120,6 +120,8 @@ class PieceLoadPlanner(LoadPlanner):
             )
         if saved.properties.dtype != torch.float32:
             raise CheckpointError(f"{key} is {saved.properties.dtype} in the checkpoint, not float32")
+        if len({part.offsets for part in pieces.parts}) != len(pieces.parts):
+            raise RuntimeError(f"this rank holds two copies of {key}; only one of them would be filled")
         items = create_read_items_for_chunk_list(key, saved, pieces.chunks())
         covered = sum(math.prod(item.lengths) for item in items)
         if covered != pieces.numel:

@@ -98,6 +98,7 @@ class RunCheckpoints:
         """The final save. Raises SaveFailed: the run's result would be lost without a word."""
         if self.options.final:
             self._save(step, progress, wait=True)
+            self.say(f"saved   {self.files.root / folder.step_name(step)}")
         self.files.close()
 
     def at_stop(self, step: int, progress: Progress) -> None:
