@@ -120,7 +120,8 @@ def test_text_files_and_folders(tmp_path: Path):
 
 
 def test_zstandard(tmp_path: Path):
-    zstandard = pytest.importorskip("zstandard")
+    import zstandard
+
     content = b'{"text": "a"}\n' * 3
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(content) + zstandard.compress(content))
     assert prepared(run_config(tmp_path / "c", "files", paths=[str(tmp_path / "a.jsonl.zst")]))[0] == ["a"] * 6
