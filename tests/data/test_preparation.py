@@ -4,6 +4,7 @@ import gzip
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gpt3d.config.schema import TokenizerConfig
@@ -85,6 +86,16 @@ def test_tail_of_a_single_document_is_held_out(tmp_path: Path):
     data = build_data(config)
     assert data.validation is not None and data.validation.targets == 9
     assert data.train.source.tokens == 90  # type: ignore[attr-defined]
+
+
+def test_a_document_of_ten_sequences_gives_ten_samples(tmp_path: Path):
+    """trl#4554: the tail beyond the sequence length was cut off and never trained on."""
+    (tmp_path / "a.txt").write_text("".join(chr(65 + i % 50) for i in range(160)))
+    data = build_data(run_config(tmp_path / "c", "files", paths=[str(tmp_path / "a.txt")], seq_len=16))
+    assert "10 samples an epoch, 0 tokens over" in data.info
+    labels = data.train.samples(np.arange(10))[:, 1:].flatten()
+    expected = data.train.source.read(1, 160)  # type: ignore[attr-defined]
+    assert sorted(labels.tolist()) == sorted(expected.tolist())
 
 
 def test_validation_files_of_their_own(tmp_path: Path):
