@@ -59,7 +59,7 @@ class Learner:
         transport = connect(layout, shape, DTYPES[config.precision.dtype], ring=chunks > 1)
         self.executor = Executor(layout, self.engine, transport, config.pipeline.schedule, chunks)
         rows = config.trainer.global_batch_size // layout.dp.size
-        self.executor.actions(rows // self.micro_batch_size)  # an impossible schedule is refused before the first step
+        self.executor.plan(rows // self.micro_batch_size)  # an impossible schedule is refused before the first step
 
     def step(self, rows: Sequence[Rows], lr: float) -> Outcome:
         """One optimizer step on this replica's microbatches.

@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.split_backward import WeightGradients
 from gpt3d.pipeline.check import check
+from gpt3d.pipeline.delivery import Arrived, arrivals
 from gpt3d.pipeline.recorder import Recorder
 from gpt3d.pipeline.schedule import Action, Kind, all_ranks, receives_from, sends_to
 from gpt3d.pipeline.transport import Channel, Receipt, Transport
@@ -42,6 +43,13 @@ class InFlight(NamedTuple):
     edge: Any
 
 
+class Plan(NamedTuple):
+    """What this rank does in a step, and at each action how many of its messages have arrived."""
+
+    actions: list[Action]
+    arrived: list[Arrived]
+
+
 class Executor:
     """One rank's part of the pipeline. It holds the microbatches in flight and nothing of the others."""
 
@@ -52,15 +60,15 @@ class Executor:
         self.recorder: Recorder | None = None
         self.in_flight: dict[tuple[int, int], InFlight] = {}  # by (chunk, microbatch)
         self.postponed: dict[tuple[int, int], WeightGradients] = {}  # the same, after the input gradient
-        self._checked: dict[int, list[Action]] = {}
+        self._plans: dict[int, Plan] = {}
 
-    def actions(self, microbatches: int) -> list[Action]:
+    def plan(self, microbatches: int) -> Plan:
         """This rank's schedule, after a proof that it fits those of the other ranks (ScheduleError)."""
-        if microbatches not in self._checked:
+        if microbatches not in self._plans:
             schedules = all_ranks(self.kind, self.stages, self.chunks, microbatches)
             check(schedules, self.stages, self.chunks, microbatches)
-            self._checked[microbatches] = schedules[self.rank]
-        return self._checked[microbatches]
+            self._plans[microbatches] = Plan(schedules[self.rank], arrivals(schedules, self.chunks)[self.rank])
+        return self._plans[microbatches]
 
     def train(self, microbatches: Sequence[Microbatch], loss_factor: float) -> Tensor:
         """Forward and backward of one step. Returns the summed loss in nats (fp32 scalar; 0 off the last stage).
@@ -68,17 +76,17 @@ class Executor:
         Gradients are those of `loss_factor` times the summed loss.
         """
         seed_grad = torch.tensor(loss_factor * self.engine.loss_scale, dtype=torch.float32, device=self.layout.device)
-        return self._run(self.actions(len(microbatches)), microbatches, seed_grad)
+        return self._run(self.plan(len(microbatches)), microbatches, seed_grad)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Summed loss in nats of any number of microbatches, forward only (fp32 scalar; 0 off the last stage)."""
-        forwards = [
-            Action(Kind.FORWARD, microbatch, chunk)
-            for chunk in range(self.chunks)
-            for microbatch in range(len(microbatches))
-        ]
-        return self._run(forwards, microbatches, None)
+        loss, window = torch.zeros((), dtype=torch.float32, device=self.layout.device), 2 * self.stages
+        for first in range(0, len(microbatches), window):  # so that no stage runs away from a slower one
+            part = microbatches[first : first + window]
+            forwards = [Action(Kind.FORWARD, i, chunk) for chunk in range(self.chunks) for i in range(len(part))]
+            loss += self._run(Plan(forwards, [Arrived(0, 0)] * len(forwards)), part, None)
+        return loss
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor | None:
@@ -92,7 +100,8 @@ class Executor:
         self.transport.flush()
         return out if self.rank == self.stages - 1 else None
 
-    def _run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch], seed_grad: Tensor | None) -> Tensor:
+    def _run(self, plan: Plan, microbatches: Sequence[Microbatch], seed_grad: Tensor | None) -> Tensor:
+        actions = plan.actions
         loss = torch.zeros((), dtype=torch.float32, device=self.layout.device)
         whole = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # actions that bring gradients to the parameters
         last = max((i for i, action in enumerate(actions) if action.kind in whole), default=-1)
@@ -102,6 +111,7 @@ class Executor:
             receipt, arriving = arriving, self._post_receive(actions, i + 1)
             message = receipt.wait() if receipt is not None else None
             del receipt  # it would hold the message until the next action
+            self.transport.release(plan.arrived[i])
             if self.recorder is not None:
                 self.recorder.begin(action)
             if action.kind is Kind.FORWARD:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpt3d.parallel.layout import Layout, new_group
+from gpt3d.pipeline.delivery import Arrived
 
 
 @dataclass
@@ -26,11 +27,12 @@ class Channel:
     handle: Any
     device: torch.device
     pending: deque[tuple[Any, Tensor]] = field(default_factory=deque)
+    finished: int = 0  # sends that are over, since the last flush
 
     def send(self, message: Tensor) -> None:
-        """Start sending; the message is kept only until it has left."""
+        """Start sending; the message is kept until it has left, as far as that is known."""
         while self.pending and self.pending[0][0].is_completed():
-            self.pending.popleft()
+            self._finish_first()
         message = message.contiguous()
         self.pending.append((dist.isend(message, self.peer, group=self.handle), message))
 
@@ -39,10 +41,20 @@ class Channel:
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         return Receipt(dist.irecv(buffer, self.peer, group=self.handle), buffer)
 
+    def release(self, count: int) -> None:
+        """Let go of the first `count` messages since the last flush, which the receiver is known to have."""
+        while self.finished < count and self.pending:
+            self._finish_first()
+
     def flush(self) -> None:
         """Wait until everything sent has left."""
         while self.pending:
-            self.pending.popleft()[0].wait()
+            self._finish_first()
+        self.finished = 0
+
+    def _finish_first(self) -> None:
+        self.pending.popleft()[0].wait()
+        self.finished += 1
 
 
 @dataclass
@@ -89,6 +101,12 @@ class Transport:
     receive_activation: Channel | None = None
     send_gradient: Channel | None = None
     receive_gradient: Channel | None = None
+
+    def release(self, arrived: Arrived) -> None:
+        """Let go of what has arrived since the last flush."""
+        for channel, count in ((self.send_activation, arrived.activations), (self.send_gradient, arrived.gradients)):
+            if channel is not None:
+                channel.release(count)
 
     def flush(self) -> None:
         """Wait until everything sent has left."""

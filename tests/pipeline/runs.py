@@ -94,7 +94,7 @@ def memory(case: Case, counts: tuple[int, ...]) -> list[tuple[int, int, int]]:
     """
     learner = new_learner(case)
     inputs: list[weakref.ref[Tensor]] = []
-    outputs: list[weakref.ref[Tensor]] = []
+    outputs: list[weakref.ref[Any]] = []
     peaks = [0, 0, 0]
     kept = 0
 
@@ -117,7 +117,7 @@ def memory(case: Case, counts: tuple[int, ...]) -> list[tuple[int, int, int]]:
         if x.is_floating_point():
             inputs.append(weakref.ref(x))
         peaks[0] = max(peaks[0], sum(ref() is not None for ref in inputs))
-        outputs.append(weakref.ref(out))
+        outputs.append(weakref.ref(out.untyped_storage()))
         return out
 
     wrap(learner.engine, "forward", forward)

@@ -71,6 +71,7 @@ THEORY = {
     ("bf16", "fp32", 2): (10, 8),
     ("bf16", "fp32", 3): (9, 9),
 }
+OFTEN_ENOUGH = [("bf16", "bf16", 0), ("bf16", "fp32", 0), ("bf16", "fp32", 3)]  # run with -m slow
 # In fp32 DeepSpeed keeps a master beside the parameter that is its equal: 4 / DP more than the theory.
 FP32 = {("fp32", "fp32", 0): (16, 12), ("fp32", "fp32", 1): (14, 10), ("fp32", "fp32", 3): (10, 10)}
 
@@ -78,7 +79,8 @@ FP32 = {("fp32", "fp32", 0): (16, 12), ("fp32", "fp32", 1): (14, 10), ("fp32", "
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        *THEORY.items(),
+        *((k, v) for k, v in THEORY.items() if k not in OFTEN_ENOUGH),
+        *(pytest.param(k, THEORY[k], marks=pytest.mark.slow) for k in OFTEN_ENOUGH),
         *(pytest.param(*item, marks=pytest.mark.slow) for item in FP32.items()),
     ],
     ids=str,
@@ -114,8 +116,7 @@ def _build(case: Case) -> tuple[float, float]:
 
 
 def test_stage_3_never_holds_the_whole_model(world: Callable[..., list[Any]]) -> None:
-    """Of 12 layers, an embedding and a head one part is whole at a time; without sharding it is all of them."""
+    """Of 12 layers, an embedding and a head one part is whole at a time: less than 1.4 bytes, not 2."""
     largest = MODEL.padded_vocab_size * MODEL.hidden_size / parameter_count(MODEL)
     for highest, end in world(_build, Case(dp=2, zero=3, dtype="bf16"), n=2):
         assert end == pytest.approx(2 / 2, rel=0.02) and highest < 2 / 2 + 2 * largest
-    assert world(_build, Case(dp=2, zero=2, dtype="bf16"), n=2)[0][1] == pytest.approx(2, rel=0.02)
