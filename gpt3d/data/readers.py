@@ -155,10 +155,8 @@ class _Zstd(io.RawIOBase):
     """Content of a .zst file. The package's own reader takes a truncated file for a complete one."""
 
     def __init__(self, raw: BinaryIO) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise DataError("reading .zst files needs the package zstandard: pip install zstandard") from error
+        import zstandard
+
         self._raw, self._new_frame = raw, zstandard.ZstdDecompressor().decompressobj
         self._error: type[Exception] = zstandard.ZstdError
         self._frame: Any = None
