@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 
 from gpt3d.config.schema import SourceConfig
 from gpt3d.data import embedded, hub
-from gpt3d.data.errors import DataError
 from gpt3d.data.pieces import COMPRESSED, Part
 from gpt3d.data.policy import Place, Policy
 
