@@ -290,6 +290,7 @@ class RunConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
     recompute: str = one_of("none", "selective", "full", default="none")
     seed: int = number(1234, low=0)
+    init_from: Optional[str] = None
     run_name: str = MISSING
     run_dir: Optional[str] = None
 
