@@ -257,7 +257,8 @@ class TrainerConfig:
     sample_tokens: int = number(0, low=0)
     sample_prompt: str = ""
     copy_check_interval: int = number(0, low=0)
-    timeline: int = number(0, low=0)
+    timeline: bool = False
+    timeline_steps: int = number(3, low=1)
 
 
 @dataclass

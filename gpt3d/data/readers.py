@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 
 from gpt3d.config.schema import SourceConfig
 from gpt3d.data import embedded, hub
-from gpt3d.data.errors import DataError
 from gpt3d.data.pieces import COMPRESSED, Part
 from gpt3d.data.policy import Place, Policy
 
@@ -155,10 +154,8 @@ class _Zstd(io.RawIOBase):
     """Content of a .zst file. The package's own reader takes a truncated file for a complete one."""
 
     def __init__(self, raw: BinaryIO) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise DataError("reading .zst files needs the package zstandard: pip install zstandard") from error
+        import zstandard
+
         self._raw, self._new_frame = raw, zstandard.ZstdDecompressor().decompressobj
         self._error: type[Exception] = zstandard.ZstdError
         self._frame: Any = None

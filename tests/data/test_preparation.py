@@ -4,6 +4,7 @@ import gzip
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gpt3d.config.schema import TokenizerConfig
@@ -87,6 +88,16 @@ def test_tail_of_a_single_document_is_held_out(tmp_path: Path):
     assert data.train.source.tokens == 90  # type: ignore[attr-defined]
 
 
+def test_a_document_of_ten_sequences_gives_ten_samples(tmp_path: Path):
+    """trl#4554: the tail beyond the sequence length was cut off and never trained on."""
+    (tmp_path / "a.txt").write_text("".join(chr(65 + i % 50) for i in range(160)))
+    data = build_data(run_config(tmp_path / "c", "files", paths=[str(tmp_path / "a.txt")], seq_len=16))
+    assert "10 samples an epoch, 0 tokens over" in data.info
+    labels = data.train.samples(np.arange(10))[:, 1:].flatten()
+    expected = data.train.source.read(1, 160)  # type: ignore[attr-defined]
+    assert sorted(labels.tolist()) == sorted(expected.tolist())
+
+
 def test_validation_files_of_their_own(tmp_path: Path):
     (tmp_path / "a.txt").write_text("train " * 20)
     (tmp_path / "v.txt").write_text("held out " * 20)
@@ -120,7 +131,8 @@ def test_text_files_and_folders(tmp_path: Path):
 
 
 def test_zstandard(tmp_path: Path):
-    zstandard = pytest.importorskip("zstandard")
+    import zstandard
+
     content = b'{"text": "a"}\n' * 3
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(content) + zstandard.compress(content))
     assert prepared(run_config(tmp_path / "c", "files", paths=[str(tmp_path / "a.jsonl.zst")]))[0] == ["a"] * 6

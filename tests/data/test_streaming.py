@@ -94,6 +94,22 @@ def test_held_out_documents_are_not_trained_on(shards: Path):
     assert not [document for document in held_out[:-1] if f"<|endoftext|>{document}<|endoftext|>" in train]
 
 
+@pytest.mark.parametrize(
+    "path", [{"packing": "concat"}, {"packing": "best_fit"}, {"hf": {"streaming": True}}, {"source": "files"}]
+)
+def test_the_text_column_is_honoured_on_every_path(tmp_path: Path, path: dict):
+    """axolotl#2254: it was honoured on one of them; the others failed after the start, or only inside a worker."""
+    file = write_jsonl(tmp_path / "a.jsonl", [{"content": f"a b c {i}", "meta": 1} for i in range(30)])
+    source = path.get("source", "hf")
+    hf = {"path": "json", "data_files": [str(file)], **path.get("hf", {})}
+    where = {"paths": [str(file)]} if source == "files" else {"hf": hf}
+    settings = {"packing": path.get("packing", "concat"), **where}
+    data = build_data(run_config(tmp_path / "c", source, text_column="content", **settings))
+    assert "a b c" in BytesTokenizer().decode(data.train.samples(np.array([0]))[0][:16])
+    with pytest.raises(DataError, match=r"column.*data\.text_column=text.*\['content', 'meta'\]"):
+        build_data(run_config(tmp_path / "d", source, **settings))
+
+
 def test_errors(shards: Path, tmp_path: Path):
     data = build_data(config(shards), 1, 2).train
     with pytest.raises(DataError, match="belongs to another data-parallel rank"):
