@@ -61,10 +61,8 @@ def _without_effect(config: RunConfig, world: World) -> Iterator[str]:
     parallel, zero, dp = config.parallel, config.zero, resolve_dp(config, world)
     if parallel.sequence_parallel and parallel.tp == 1:
         yield "no effect: parallel.sequence_parallel=true, since tp is 1"
-    if parallel.pp == 1 and (config.pipeline.schedule != "1f1b" or config.pipeline.chunks > 1):
+    if parallel.pp == 1 and config.pipeline.schedule != "1f1b":
         yield f"no effect: pipeline.schedule={config.pipeline.schedule}, since pp is 1"
-    if config.pipeline.schedule == "interleaved" and config.pipeline.chunks == 1 and parallel.pp > 1:
-        yield "no effect: pipeline.schedule=interleaved with one chunk is 1f1b; set pipeline.chunks"
     if zero.stage > 0 and dp == 1:
         yield f"no effect: zero.stage={zero.stage} has nothing to share, since dp is 1"
     if config.lr.schedule == "constant" and config.lr.decay_steps is not None:

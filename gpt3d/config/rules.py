@@ -137,6 +137,12 @@ def pipeline(config: RunConfig, world: World) -> Iterator[Problem]:
         fix = "pipeline=interleaved or pipeline.chunks=1"
         yield Problem("pipeline.chunks", chunks, f"pipeline.schedule={schedule} has one chunk a stage", fix)
         return
+    if schedule == "interleaved" and chunks == 1:
+        why = "the interleaved schedule alternates between the chunks of a stage, and one has nothing to alternate with"
+        yield Problem("pipeline.chunks", chunks, why, "pipeline.chunks=2 or more, or pipeline=1f1b")
+    if chunks > 1 and pp == 1:
+        why = "the whole model is on one stage, so there is nothing to interleave"
+        yield Problem("pipeline.chunks", chunks, why, "parallel.pp=2 or more, or pipeline=1f1b")
     pieces = pp * chunks
     product = f"parallel.pp={pp}" + (f" x pipeline.chunks={chunks}" if chunks > 1 else "")
     if given is not None:
