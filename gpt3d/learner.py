@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpt3d.config.schema import RunConfig
 from gpt3d.model.build import build_chunks
+from gpt3d.model.documents import Documents
 from gpt3d.parallel.collectives import all_gather_last, all_reduce
 from gpt3d.parallel.copies import check_copies
 from gpt3d.parallel.layout import Layout
@@ -154,7 +155,7 @@ class Learner:
                 r.tokens.to(device, non_blocking=True),
                 r.labels.to(device, non_blocking=True),
                 derive(self.seed, r.index),
-                None if r.position_ids is None else r.position_ids.to(device, non_blocking=True),
+                None if r.position_ids is None else Documents.of(r.position_ids, device),
             )
             for r in rows
         ]

@@ -130,7 +130,8 @@ class Trainer:
         inject_fault(self.config.debug, self.layout.rank, self.step)
         batch = next(self.batches)
         lr = lr_at(self.step, self.config.optimizer.lr, self.config.lr, self.config.trainer.steps)
-        recording = 0 < self.step - self.first_step <= self.config.trainer.timeline
+        t = self.config.trainer
+        recording = t.timeline and 0 < self.step - self.first_step <= t.timeline_steps
         if recording:
             self.learner.start_recording()
         outcome = self.learner.step([_rows(micro_batch) for micro_batch in batch], lr)
@@ -180,7 +181,7 @@ class Trainer:
         if timeline is None:
             return
         self.timelines.append(timeline)
-        if len(self.timelines) == self.config.trainer.timeline:
+        if len(self.timelines) == self.config.trainer.timeline_steps:
             chunks = self.config.pipeline.chunks
             files = write_timelines(self.timelines, chunks, self.config.run_name, self.run_dir)
             self.say(f"{bubble_in_words(self.timelines, chunks)}; drawn in {files[0]}")

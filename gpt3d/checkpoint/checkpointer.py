@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from gpt3d.checkpoint import document, folder
 from gpt3d.checkpoint.blocks import SAMPLED, CorruptCheckpoint
+from gpt3d.checkpoint.initial import load_initial
 from gpt3d.checkpoint.planner import CheckpointError, PieceLoadPlanner, PieceSavePlanner, State
 from gpt3d.checkpoint.state import HostCopy, held_state, owned_state
 from gpt3d.checkpoint.storage import RawReader, RawWriter
@@ -192,6 +193,17 @@ class Checkpointer:
             if own and self.together.is_main:
                 folder.set_aside(path)
         raise CheckpointError("no checkpoint to load")
+
+    def begin_with(self, path: Path) -> None:
+        """The weights at `path` (see initial.py) and an optimizer that has done nothing. Raises CheckpointError."""
+        failure = None
+        try:
+            load_initial(path, held_state(self.optimizer, self.config.model), self.config.model)
+        except (OSError, CorruptCheckpoint, CheckpointError) as error:
+            failure = str(error)
+        if failed := next((f for f in self.together.gather(failure) if f is not None), None):
+            raise CheckpointError(f"init_from={path}: {failed}")
+        self.optimizer.adopt(0)
 
     def _read(self, path: Path) -> tuple[Failure | None, dict[str, Any]]:
         try:

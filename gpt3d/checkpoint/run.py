@@ -41,6 +41,11 @@ class RunCheckpoints:
         """
         wanted = self.options.resume
         found, notes = self.files.together.main_decides(self._choose)
+        if not found and self.config.init_from is not None:
+            self.files.begin_with(Path(self.config.init_from))
+            self.learner.check_copies()
+            self.say(f"starting from the weights in {self.config.init_from}")
+            return None
         if not found:
             if wanted == "auto":
                 self.say(f"no checkpoint in {self.files.root} yet: starting from the initial weights")
@@ -54,6 +59,7 @@ class RunCheckpoints:
 
     def _choose(self) -> tuple[list[Path], list[str]]:
         """On rank 0: the checkpoints to try, and what differs from them."""
+        settings.check_initial(self.config)
         found = settings.candidates(self.config)
         for path in found:
             try:

@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from, and which settings may differ from the ones that made it. No torch here.
+"""What a run starts from, and which settings may differ from the ones that made it. No torch here.
 
 model         what defines the network must be equal: another value is another model
 optimizer, lr, batch, seed, dropout, data
@@ -8,14 +8,16 @@ all others    (layout, ZeRO, precision, length, tracking) may change freely; the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from gpt3d.checkpoint import folder
+from gpt3d.checkpoint import folder, huggingface
 from gpt3d.checkpoint.blocks import CorruptCheckpoint
 from gpt3d.config.problems import ConfigError, Problem, show
 from gpt3d.config.schema import RunConfig
@@ -68,6 +70,7 @@ def named(path: Path, key: str) -> list[Path]:
 
 def check_start(config: RunConfig) -> None:
     """Refuse, before anything is started, a checkpoint that is missing or of another model. Raises ConfigError."""
+    check_initial(config)
     found = candidates(config)
     if not found:
         return
@@ -78,6 +81,38 @@ def check_start(config: RunConfig) -> None:
             return  # loading falls back to the next one
         raise ConfigError([Problem("checkpoint.resume", config.checkpoint.resume, str(error))]) from None
     check_settings(config, state, found[0])
+
+
+def check_initial(config: RunConfig) -> None:
+    """Refuse an `init_from` that is not there, or of another model than the configured one. Raises ConfigError."""
+    if config.init_from is None:
+        return
+    path = Path(config.init_from)
+    if config.checkpoint.resume not in ("none", "auto"):
+        why = f"checkpoint.resume={config.checkpoint.resume} already says where the weights come from"
+        raise ConfigError([Problem("init_from", config.init_from, why, "only one of the two")])
+    try:
+        theirs = _model_at(path, config)
+    except (huggingface.NoEquivalent, CorruptCheckpoint, ValueError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError([Problem("init_from", config.init_from, str(error))]) from None
+    problems = [
+        Problem(f"model.{name}", ours, f"{path} has {show(value)}", f"model.{name}={show(value)}")
+        for name, value in theirs.items()
+        if (ours := attrgetter(name)(config.model)) != value
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _model_at(path: Path, config: RunConfig) -> dict[str, Any]:
+    """Model settings, by name, of a Hugging Face folder; of a checkpoint those that differ and define the model."""
+    if (path / "config.json").is_file():
+        return huggingface.from_config(json.loads((path / "config.json").read_text()))
+    saved = folder.read_state(named(path, "init_from")[0])["config"]
+    differing = [change for change in changed(saved, plain(config)) if defines_model(change.key, config)]
+    return {change.key.removeprefix("model."): change.old for change in differing}
 
 
 def check_settings(config: RunConfig, state: Mapping[str, Any], where: Path) -> list[Change]:
@@ -126,9 +161,14 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") ->
 def _refused(key: str, config: RunConfig) -> bool:
     if _within(key, LEARNING):
         return not _within(key, config.checkpoint.accept_changes)
+    return defines_model(key, config)
+
+
+def defines_model(key: str, config: RunConfig) -> bool:
+    """Another value of this key is another model."""
     if key == "model.max_seq_len" and config.model.position == "rope":
         return False
-    return key.startswith("model.") and key not in FREE_IN_MODEL
+    return key.startswith("model.") and key not in FREE_IN_MODEL and not _within(key, LEARNING)
 
 
 def _problem(change: Change, where: Path) -> Problem:

@@ -302,7 +302,7 @@ def learning_rate(config: RunConfig, world: World) -> Iterator[Problem]:
 def timeline(config: RunConfig, world: World) -> Iterator[Problem]:
     """Pictures need a library that training does not."""
     if config.trainer.timeline and importlib.util.find_spec("matplotlib") is None:
-        fix = "pip install 'gpt3d[plot]', or trainer.timeline=0"
+        fix = "pip install 'gpt3d[plot]', or trainer.timeline=false"
         yield Problem("trainer.timeline", config.trainer.timeline, "pictures need matplotlib, which is missing", fix)
 
 

@@ -275,7 +275,8 @@ class TrainerConfig:
     sample_tokens: int = number(0, low=0)
     sample_prompt: str = ""
     copy_check_interval: int = number(0, low=0)
-    timeline: int = number(0, low=0)
+    timeline: bool = False
+    timeline_steps: int = number(3, low=1)
 
 
 @dataclass
@@ -307,6 +308,7 @@ class RunConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
     recompute: str = one_of("none", "selective", "full", default="none")
     seed: int = number(1234, low=0)
+    init_from: Optional[str] = None
     run_name: str = MISSING
     run_dir: Optional[str] = None
 

@@ -24,7 +24,7 @@ _PROBE = (
 
 def byte_symbols() -> list[str]:
     """GPT-2's printable character for each of its first 256 ids: printable bytes first, the others from U+0100 on."""
-    return list(_byte_of_symbol())
+    return list(byte_of_symbol())
 
 
 def gpt2_json() -> str:
@@ -69,7 +69,7 @@ def as_tiktoken(reference: Any, content: dict[str, Any], special: dict[str, int]
     pattern = _split_pattern(content)
     if pattern is None or content["model"].get("type") != "BPE" or not _ids_in_merge_order(content["model"]):
         return None
-    symbols = _byte_of_symbol()
+    symbols = byte_of_symbol()
     try:
         vocabulary = content["model"]["vocab"].items()
         ranks = {bytes(map(symbols.__getitem__, token)): i for token, i in vocabulary if token not in special}
@@ -111,7 +111,7 @@ def _ids_in_merge_order(model: dict[str, Any]) -> bool:
     return all(a <= b for a, b in pairwise(ids))
 
 
-def _byte_of_symbol() -> dict[str, int]:
+def byte_of_symbol() -> dict[str, int]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

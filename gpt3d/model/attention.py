@@ -7,19 +7,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpt3d.config.schema import ModelConfig
+from gpt3d.model.documents import Documents, attend_within
 from gpt3d.model.rotary import rotate
 from gpt3d.parallel.layers import Factory, QKVLinear, RowParallelLinear
 from gpt3d.parallel.random import derive, seed_default_generator
 
 Rotary = tuple[Tensor, Tensor]
-
-
-def document_mask(position_ids: Tensor) -> Tensor:
-    """Where tokens may look when each document sees only itself: position_ids [b, s], 0 at a document's start -> bool
-    [b, 1, s, s]."""
-    document = (position_ids == 0).cumsum(dim=1)
-    same = document[:, None, :, None] == document[:, None, None, :]
-    return same.tril()
 
 
 class Attention(nn.Module):
@@ -47,19 +40,20 @@ class Attention(nn.Module):
         )
         self.out = RowParallelLinear(make, f"{name}.out", rows, model.hidden_size, bias=model.bias, std=out_std)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, seed: int, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, seed: int, documents: Documents | None = None) -> Tensor:
         q, k, v = self.qkv(x)
         if self.recompute_core and self.training:
-            core = checkpoint(self.core, q, k, v, rotary, seed, mask, use_reentrant=False, preserve_rng_state=False)
+            core = checkpoint(
+                self.core, q, k, v, rotary, seed, documents, use_reentrant=False, preserve_rng_state=False
+            )
         else:
-            core = self.core(q, k, v, rotary, seed, mask)
+            core = self.core(q, k, v, rotary, seed, documents)
         return self.out(core)
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, seed: int, mask: Tensor | None) -> Tensor:
-        """q [s, b, local heads x d], k and v [s, b, local kv heads x d] -> [s, b, local heads x d].
-
-        `mask` [b, 1, s, s] is true where a token may look; None: at itself and all before it.
-        """
+    def core(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, seed: int, documents: Documents | None
+    ) -> Tensor:
+        """q [s, b, local heads x d], k and v [s, b, local kv heads x d] -> [s, b, local heads x d]."""
         s, b, _ = q.shape
         q, k, v = (x.view(s, b, -1, self.head_dim) for x in (q, k, v))
         if rotary is not None:
@@ -68,8 +62,9 @@ class Attention(nn.Module):
         p = self.dropout if self.training else 0.0
         if p > 0.0:  # heads differ between TP ranks, so do their masks
             seed_default_generator(q.device, derive(seed, self.layout.tp.rank))
+        if documents is not None:
+            return attend_within(q, k, v, documents, p).reshape(s, b, -1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d]
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        grouped = q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True, enable_gqa=grouped)
         return y.permute(2, 0, 1, 3).reshape(s, b, -1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from gpt3d.model.documents import Documents
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.split_backward import WeightGradients
 from gpt3d.pipeline.check import check
@@ -30,7 +31,7 @@ class Microbatch:
     tokens: Tensor
     labels: Tensor
     seed: int
-    position_ids: Tensor | None = None  # [b, s], 0 at the start of each document: attention stays within documents
+    documents: Documents | None = None  # attention stays within them
 
 
 class InFlight(NamedTuple):
@@ -131,7 +132,7 @@ class Executor:
         x = message.requires_grad_(training) if message is not None else microbatch.tokens
         is_last = self.rank == self.stages - 1 and action.chunk == self.chunks - 1
         labels = microbatch.labels if is_last else None
-        out = self.engine.forward(action.chunk, x, microbatch.seed, labels, microbatch.position_ids)
+        out = self.engine.forward(action.chunk, x, microbatch.seed, labels, microbatch.documents)
         if training:
             self.in_flight[action.chunk, action.microbatch] = InFlight(x, get_gradient_edge(out))
         if is_last:

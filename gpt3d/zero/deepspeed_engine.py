@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gpt3d.config.schema import RunConfig
+from gpt3d.model.documents import Documents
 from gpt3d.model.gpt import Part
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import Placement, placement_of
@@ -65,10 +66,10 @@ class DeepSpeedEngine:
         return float(self.optimizer.cur_scale) if hasattr(self.optimizer, "cur_scale") else 1.0
 
     def forward(
-        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, position_ids: Tensor | None = None
+        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, documents: Documents | None = None
     ) -> Tensor:
         # Not through the engine: it would begin the reduction at any backward from the output, a split one too.
-        return self.module(chunk, x, seed, labels, position_ids)
+        return self.module(chunk, x, seed, labels, documents)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
         self._expect_module_backward()

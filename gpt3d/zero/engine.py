@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gpt3d.config.schema import RunConfig
+from gpt3d.model.documents import Documents
 from gpt3d.model.gpt import OnBuilt, keep_whole
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import Placement, placement_of
@@ -45,7 +46,7 @@ class Engine(Protocol):
         """Factor that the loss must carry into backward (fp16); 1 otherwise."""
 
     def forward(
-        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, position_ids: Tensor | None = None
+        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, documents: Documents | None = None
     ) -> Tensor:
         """Run model chunk `chunk` of this rank."""
 
@@ -76,9 +77,9 @@ class Chunks(nn.Module):
         self.chunks = nn.ModuleList(chunks)
 
     def forward(
-        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, position_ids: Tensor | None = None
+        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, documents: Documents | None = None
     ) -> Tensor:
-        return self.chunks[chunk](x, seed, labels, position_ids)
+        return self.chunks[chunk](x, seed, labels, documents)
 
 
 def sharder(config: RunConfig, layout: Layout) -> OnBuilt:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gpt3d.config.schema import RunConfig
+from gpt3d.model.documents import Documents
 from gpt3d.parallel.collectives import all_reduce
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import Placement, placement_of
@@ -48,9 +49,9 @@ class ReplicatedEngine:
         return self.scaler.scale
 
     def forward(
-        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, position_ids: Tensor | None = None
+        self, chunk: int, x: Tensor, seed: int, labels: Tensor | None = None, documents: Documents | None = None
     ) -> Tensor:
-        return self.module(chunk, x, seed, labels, position_ids)
+        return self.module(chunk, x, seed, labels, documents)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
         torch.autograd.backward(output, grad)

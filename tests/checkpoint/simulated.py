@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def new(count: int) -> dict[str, Tensor]:
     return {kind: torch.full((count,), float("nan")) for kind in KINDS}
 
 
+@cache
 def truth(key: str, shape: tuple[int, ...]) -> Tensor:
     """The global tensor of a key: random numbers that depend on the key alone."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(key.encode())))
@@ -110,18 +112,35 @@ def expected(fragment: Fragment, kind: str, model: ModelConfig) -> Tensor:
     return place.take(full).reshape(-1)[fragment.start :][: fragment.tensors[kind].numel()]
 
 
-def ranks(case: Case) -> list[SimulatedState]:
+@cache
+def _built(case: Case) -> list[SimulatedState]:
     return [SimulatedState(case, rank) for rank in range(case.world)]
+
+
+@cache
+def answers(case: Case) -> list[list[dict[str, Tensor]]]:
+    """By rank and fragment, what each kind must hold."""
+    model = case.config().model
+    return [[{kind: expected(f, kind, model) for kind in KINDS} for f in state.pieces] for state in _built(case)]
+
+
+def ranks(case: Case) -> list[SimulatedState]:
+    """The ranks of a layout, holding nothing yet."""
+    for state in _built(case):
+        for fragment in state.pieces:
+            for values in fragment.tensors.values():
+                values.fill_(float("nan"))
+    return _built(case)
 
 
 def save(case: Case, folder: Path) -> list[int]:
     """Write a checkpoint of the true values in this layout; the bytes that each rank wrote."""
     model = case.config().model
     planners = []
-    for state in ranks(case):
-        for fragment in state.pieces:
+    for state, right in zip(ranks(case), answers(case), strict=True):
+        for fragment, want in zip(state.pieces, right, strict=True):
             for kind, values in fragment.tensors.items():
-                values.copy_(expected(fragment, kind, model))
+                values.copy_(want[kind])
         planner = PieceSavePlanner()
         planner.set_up_planner(owned_state(state, model))
         planners.append(planner)

@@ -48,7 +48,7 @@ def test_layouts_log_the_same_numbers(world: World, tmp_path: Path) -> None:
     layouts = {
         "single": (["parallel=single", "zero=0"], 1),
         "tp2_dp2": (["parallel=tp2_dp2", "zero=2"], 4),
-        "pp2": (["parallel=pp2", "zero=3"], 2),
+        "pp2": (["parallel=pp2", "zero=3", "trainer.timeline=true", "trainer.timeline_steps=2"], 2),
     }
     logs, samples, results = {}, {}, {}
     for name, (overrides, n) in layouts.items():
@@ -58,6 +58,11 @@ def test_layouts_log_the_same_numbers(world: World, tmp_path: Path) -> None:
         assert all(rank[1] == ranks[0][1] for rank in ranks), "ranks sampled different text"
         results[name], samples[name] = ranks[0]
         logs[name] = metrics(run_dir)
+    drawn = {path.suffix for path in (tmp_path / "pp2").glob("timeline*")}
+    assert drawn == {".png", ".svg", ".json"}, "the pipeline's picture"
+    (bubble,) = (m for m in logs["pp2"] if "pipeline_bubble" in m)
+    assert 0 < bubble["pipeline_bubble"] < 1
+    logs["pp2"].remove(bubble)
     want = logs["single"]
     assert [m["step"] for m in want if "loss" in m] == [1, 2, 4, 6]
     assert [m["step"] for m in want if "validation_loss" in m] == [3, 6]

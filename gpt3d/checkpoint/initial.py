@@ -1,0 +1,66 @@
+"""`init_from`: weights to begin a new run with, from a Hugging Face folder or from one of our checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt3d.checkpoint import huggingface, settings
+from gpt3d.checkpoint.blocks import CorruptCheckpoint
+from gpt3d.checkpoint.huggingface import Part
+from gpt3d.checkpoint.planner import PieceLoadPlanner, State
+from gpt3d.checkpoint.safetensors import SafetensorsFolder
+from gpt3d.checkpoint.storage import RawReader
+from gpt3d.config.schema import ModelConfig
+
+Region = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
+
+
+def load_initial(path: Path, state: State, model: ModelConfig) -> None:
+    """Fill the weights of this rank's state; moments become zero. Raises CorruptCheckpoint or ConfigError."""
+    for key, pieces in state.items():
+        if not key.startswith("weights/"):
+            for part in pieces.parts:
+                part.values.zero_()
+    weights = {key: pieces for key, pieces in state.items() if key.startswith("weights/")}
+    if (path / "config.json").is_file():
+        region = from_huggingface(path, model)
+        for key, pieces in weights.items():
+            for part in pieces.parts:
+                part.values.copy_(region(key.removeprefix("weights/"), part.offsets, tuple(part.values.shape)))
+        return
+    reader = RawReader(settings.named(path, "init_from")[0])
+    planner = PieceLoadPlanner()
+    planner.set_up_planner(weights, reader.read_metadata())
+    reader.read_data(planner.create_local_plan(), planner)
+
+
+def from_huggingface(path: Path, model: ModelConfig) -> Region:
+    """region(our name, offsets, sizes) -> that rectangle in fp32, read from the safetensors in `path`."""
+    tensors = SafetensorsFolder(path)
+    by_name: dict[str, list[tuple[str, Part]]] = {}
+    for theirs, part in huggingface.parts(model).items():
+        by_name.setdefault(part.name, []).append((theirs, part))
+    missing = sorted(set(huggingface.parts(model)) - tensors.entries.keys())
+    if missing:
+        raise CorruptCheckpoint(f"{path} lacks {len(missing)} tensors, such as {missing[0]}")
+
+    def region(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        found = []
+        for theirs, part in by_name[name]:
+            first, stop = max(offsets[0], part.start), min(offsets[0] + sizes[0], part.stop)
+            if first < stop:
+                whole: Any = tensors[theirs]
+                if tuple(whole.shape) != huggingface.shape_of(part, model):
+                    raise CorruptCheckpoint(f"{path}: {theirs} has the shape {list(whole.shape)}")
+                whole = (whole.t() if part.transposed else whole)[first - part.start : stop - part.start]
+                for dim in range(1, len(sizes)):
+                    whole = whole.narrow(dim, offsets[dim], sizes[dim])
+                found.append(whole.to(torch.float32))
+        return torch.cat(found)
+
+    return region
