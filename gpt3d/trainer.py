@@ -155,6 +155,7 @@ class Trainer:
     def _metrics(self, lr: float, outcome: Outcome) -> Metrics:
         """The one dictionary of this step. Collective: the loss comes from the last stage, memory from all ranks."""
         loss = self.learner.total(self.loss_sum) / max(self.loss_tokens, 1)
+        self.loss_sum, self.loss_tokens = torch.zeros_like(self.loss_sum), 0
         if not math.isfinite(loss):
             raise TrainingStopped(f"the loss is {loss} at step {self.step}: training has diverged. {self._remedies()}")
         metrics: Metrics = {
@@ -172,7 +173,6 @@ class Trainer:
             **self.meter.read(self.step, self.learner.stopwatch.read()),
         }
         self.loss = loss
-        self.loss_sum, self.loss_tokens = torch.zeros_like(self.loss_sum), 0
         return metrics
 
     def _keep_timeline(self) -> None:

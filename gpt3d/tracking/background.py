@@ -71,7 +71,7 @@ class Background:
         else:
             self._thread.join(max(end - time.monotonic(), 0.0))
         if self._thread.is_alive():
-            self._give_up(f"was not done {seconds:g} s after the end of the run")
+            self._give_up("did not finish in time at the end of the run")
 
     def _work(self, open_sink: Callable[[], Sink]) -> None:
         try:

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
@@ -48,20 +49,31 @@ class JsonLines:
     """Appends each dictionary as one line, flushed at once, with the wall-clock time [s since 1970].
 
     What is not finite is written as null, so that every reader of JSON can read it. `lines`: how many the file has.
+    A file that cannot be written (a full disk) costs one warning; the lines are kept and tried again with the next.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.lines = sum(1 for _ in path.open("rb")) if path.exists() else 0
+    def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
+        self.path, self.say, self.failing = path, say, False
+        self.lines = sum(1 for _ in path.open("rb")) if path.is_file() else 0
         self.file = path.open("a")
 
     def log(self, metrics: Metrics) -> None:
         finite = {k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
         self.file.write(json.dumps({"time": round(time.time(), 3), **finite}) + "\n")
-        self.file.flush()
+        self._attempt(self.file.flush)
         self.lines += 1
 
     def close(self) -> None:
-        self.file.close()
+        self._attempt(self.file.close)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self.failing = False
+        except OSError as error:
+            if not self.failing:
+                self.say(f"warning: {self.path} cannot be written ({error.strerror})")
+            self.failing = True
 
 
 def training_line(m: Metrics, total: int) -> str:

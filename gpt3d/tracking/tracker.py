@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +29,7 @@ class Tracker:
         self.background: list[Background] = []
         if is_main:
             self.console = Console(config.trainer.steps, config.tracking.progress_bar)
-            self.jsonl = JsonLines(run_dir / "metrics.jsonl")
+            self.jsonl = JsonLines(run_dir / "metrics.jsonl", self.say)
 
     def restore(self, step: int, saved: Mapping[str, Any]) -> None:
         """The run goes on after `step` with what `state` gave when that checkpoint was saved."""
@@ -60,10 +61,10 @@ class Tracker:
     ) -> None:
         if not self.is_main:
             return
-        code = getattr(error, "code", 1) if error is not None else 0
-        seconds = self.config.tracking.finish_seconds
+        code, seconds = _exit_code(error), self.config.tracking.finish_seconds
+        end = time.monotonic() + (min(seconds, FAILED_SECONDS) if code else seconds)
         for sink in self.background:
-            sink.close(code if isinstance(code, int) else 1, min(seconds, FAILED_SECONDS) if code else seconds)
+            sink.close(code, max(end - time.monotonic(), 0.0))
         self.console.close()
         self.jsonl.close()
 
@@ -110,3 +111,10 @@ class Tracker:
 
         settings: Any = OmegaConf.to_container(OmegaConf.structured(self.config))
         return {**settings, "parameters": parameter_count(self.config.model), "environment": describe_environment()}
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """As the process will have it."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return int(error is not None)

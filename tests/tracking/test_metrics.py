@@ -62,5 +62,14 @@ def test_jsonl_is_json_for_every_reader_and_counts_its_lines(tmp_path: Path) -> 
     assert JsonLines(path).lines == 2
 
 
+def test_a_full_disk_costs_one_warning() -> None:
+    said: list[str] = []
+    sink = JsonLines(Path("/dev/full"), said.append)
+    for step in range(3):
+        sink.log({"step": step})
+    sink.close()
+    assert said == ["warning: /dev/full cannot be written (No space left on device)"]
+
+
 def test_perplexity_is_finite() -> None:
     assert perplexity(math.log(50.0)) == pytest.approx(50.0) and perplexity(1e6) < math.inf

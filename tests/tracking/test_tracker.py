@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -130,7 +131,7 @@ class Hanging:
     """Stands for wandb on a host whose network swallows packets."""
 
     def __init__(self, *_: object) -> None:
-        threading.Event().wait(3)
+        threading.Event().wait(20)
 
 
 def test_a_hanging_tracker_leaves_metrics_complete(
@@ -142,9 +143,9 @@ def test_a_hanging_tracker_leaves_metrics_complete(
     with Tracker(config, tmp_path, is_main=True) as tracker:
         for step in range(100):
             tracker.log({"step": step})
-        assert time.monotonic() - begun < 0.5, "training waited"
-    assert len(lines(tmp_path)) == 100 and time.monotonic() - begun < 2
-    assert capfd.readouterr().out.count("warning: wandb was not done 1 s after the end") == 1
+        assert time.monotonic() - begun < 5, "training waited"
+    assert len(lines(tmp_path)) == 100 and time.monotonic() - begun < 10
+    assert capfd.readouterr().out.count("warning: wandb did not finish in time at the end") == 1
 
 
 @pytest.fixture
@@ -187,6 +188,28 @@ def test_entries_of_a_run_continued_in_another_folder_are_numbered_on(make: Make
     tracker.restore(4, {"wandb_id": "abc", "lines": 12})
     tracker.log({"step": 5})
     assert tracker.state() == {"wandb_id": "abc", "lines": 13}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(None, 0), (SystemExit(143), 143), (SystemExit(), 0), (SystemExit("no"), 1), (KeyboardInterrupt(), 1)],
+)
+def test_exit_code(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, code: int
+) -> None:
+    seen: list[int] = []
+
+    class Closing:
+        def __init__(self, *_: object) -> None: ...
+        def close(self, exit_code: int, seconds: float) -> None:
+            seen.append(exit_code)
+            assert 0 < seconds <= (module.FAILED_SECONDS if exit_code else 30)
+
+    monkeypatch.setattr(module, "Background", Closing)
+    with contextlib.suppress(BaseException), Tracker(make({"tracking.tensorboard": True}), tmp_path, is_main=True):
+        if error is not None:
+            raise error
+    assert seen == [code]
 
 
 def test_other_ranks_do_nothing(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
