@@ -104,9 +104,11 @@ def make_run_dir(config: RunConfig) -> dict[str, Any]:
     assert isinstance(plain, dict)
     named, go_on = config.run_dir is not None, config.checkpoint.resume == "auto"
     path = Path(config.run_dir or hydra.runtime.output_dir)
-    return rundir.create(
-        path, {str(k): v for k, v in plain.items()}, list(hydra.overrides.task), exact=named, go_on=go_on
-    )
+    settings = {str(k): v for k, v in plain.items()}
+    try:
+        return rundir.create(path, settings, list(hydra.overrides.task), exact=named, go_on=go_on)
+    except rundir.RunDirError as error:
+        sys.exit(f"gpt3d: {error}")
 
 
 def name_in_sweep(config: RunConfig, sweep: str, job: str) -> None:

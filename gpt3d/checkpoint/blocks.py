@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 BLOCK = 1 << 20
 SAMPLED = 16  # verify=sample looks at one block in so many
@@ -24,27 +26,33 @@ class CorruptCheckpoint(RuntimeError):
 
 @dataclass
 class FileSums:
-    """Size of a file and the CRC-32 of each of its blocks."""
+    """Size of a file and the XXH3 (64 bits) of each of its blocks: several times faster than zlib's CRC-32."""
 
     size: int = 0
     sums: list[int] = field(default_factory=list)
-    _crc: int = 0
+    _block: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
 
     def add(self, data: memoryview) -> None:
         """The next bytes of the file."""
         while len(data):
             part = data[: BLOCK - self.size % BLOCK]
-            self._crc = zlib.crc32(part, self._crc)
+            self._block.update(part)
             self.size += len(part)
             if self.size % BLOCK == 0:
-                self.sums.append(self._crc)
-                self._crc = 0
+                self._end_block()
             data = data[len(part) :]
 
     def finish(self) -> FileSums:
         if self.size % BLOCK:
-            self.sums.append(self._crc)
+            self._end_block()
         return self
+
+    def _end_block(self) -> None:
+        self.sums.append(self._block.intdigest())
+        self._block.reset()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FileSums, (self.size, self.sums)
 
 
 def write_file(path: Path, buffers: Iterable[memoryview]) -> FileSums:
@@ -85,7 +93,7 @@ class VerifiedFile:
         for block in range(offset // BLOCK, -(-(offset + length) // BLOCK)):
             if block not in self.checked and self.every and block % self.every == 0:
                 self.checked.add(block)
-                if zlib.crc32(data[block * BLOCK : (block + 1) * BLOCK]) != self.sums.sums[block]:
+                if xxhash.xxh3_64_intdigest(data[block * BLOCK : (block + 1) * BLOCK]) != self.sums.sums[block]:
                     raise CorruptCheckpoint(f"{self.path} is damaged: checksum of its MiB {block} differs")
         return data[offset : offset + length]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from gpt3d.checkpoint import document, folder
+from gpt3d.checkpoint import document, folder, settings
 from gpt3d.checkpoint.blocks import SAMPLED, CorruptCheckpoint
 from gpt3d.checkpoint.initial import load_initial
 from gpt3d.checkpoint.planner import CheckpointError, PieceLoadPlanner, PieceSavePlanner, State
@@ -22,8 +22,7 @@ from gpt3d.checkpoint.storage import RawReader, RawWriter
 from gpt3d.checkpoint.together import Together
 from gpt3d.config.schema import RunConfig
 from gpt3d.parallel.layout import Layout
-from gpt3d.zero.engine import Engine
-from gpt3d.zero.fragments import optimizer_state, read_scaler, write_scaler
+from gpt3d.zero.fragments import OptimizerState, read_scaler, write_scaler
 
 EVERY = {"full": 1, "sample": SAMPLED, "off": 0}  # of how many MiB one is verified
 
@@ -48,14 +47,17 @@ class Checkpointer:
     """
 
     def __init__(
-        self, config: RunConfig, layout: Layout, engine: Engine, root: Path, say: Callable[[str], None] = print
-    ) -> None:
+        self, config: RunConfig, layout: Layout, optimizer: OptimizerState, root: Path,
+        say: Callable[[str], None] = print,
+    ) -> None:  # fmt: skip
         self.config, self.layout, self.root, self.say = config, layout, root, say
-        self.optimizer = optimizer_state(engine)
+        self.optimizer = optimizer
         self.together = Together()
         self.token = self.together.from_main(uuid.uuid4().hex[:8])
         self.host = HostCopy()
         self.plan: tuple[SavePlan, Metadata] | None = None
+        self.parameters: int | None = None
+        self.settings = settings.plain(config)
         self.environment: Mapping[str, Any] = {}
         self.data: Mapping[str, str] = {}
         self.writer = ThreadPoolExecutor(1, "gpt3d-checkpoint")
@@ -161,16 +163,18 @@ class Checkpointer:
         return self.plan
 
     def _describe(self, progress: Mapping[str, Any], state: State) -> dict[str, Any]:
-        numbers = self.together.gather(sum(p.numel for key, p in state.items() if key.startswith("weights/")))
+        if self.parameters is None:  # counted once: the layout does not change
+            own = sum(pieces.numel for key, pieces in state.items() if key.startswith("weights/"))
+            self.parameters = sum(self.together.gather(own))
         sizes = self.layout.sizes
         return document.describe(
-            self.config,
+            self.settings,
             progress,
             {"steps": self.optimizer.steps, "scaler": read_scaler(self.optimizer.scaler)},
             self.data,
             {"tp": sizes.tp, "cp": sizes.cp, "dp": sizes.dp, "pp": sizes.pp, "zero": self.config.zero.stage},
             self.environment,
-            {"parameters": sum(numbers), "bytes": 12 * sum(numbers)},
+            {"parameters": self.parameters, "bytes": 12 * self.parameters},
         )
 
     # -- loading

@@ -7,14 +7,11 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from gpt3d.checkpoint.settings import plain
-from gpt3d.config.schema import RunConfig
-
 FORMAT = 1
 
 
 def describe(
-    config: RunConfig,
+    config: Mapping[str, Any],
     progress: Mapping[str, Any],
     optimizer: Mapping[str, Any],
     data: Mapping[str, str],
@@ -32,7 +29,7 @@ def describe(
         "layout": dict(layout),
         "sizes": dict(sizes),
         "environment": dict(environment),
-        "config": plain(config),
+        "config": dict(config),
     }
 
 

@@ -27,7 +27,7 @@ class SavedTensors:
         self.state: dict[str, Any] = folder.read_state(path)
         index = read_index(path)
         self.tensors: dict[str, Any] = index["tensors"]
-        self.sums = {name: FileSums(entry["size"], entry["crc32"]) for name, entry in index["files"].items()}
+        self.sums = {name: FileSums(entry["size"], entry["xxh3"]) for name, entry in index["files"].items()}
         self.open: dict[str, VerifiedFile] = {}
 
     def shape(self, key: str) -> tuple[int, ...]:

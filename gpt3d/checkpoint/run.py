@@ -14,6 +14,7 @@ from gpt3d.checkpoint.signals import SAVE_AND_END, SaveSignals
 from gpt3d.config.schema import RunConfig
 from gpt3d.launch.rundir import describe_environment
 from gpt3d.learner import Learner
+from gpt3d.zero.fragments import optimizer_state
 
 Progress = Callable[[], Mapping[str, Any]]  # the trainer's counters, as `Checkpointer.save` wants them; collective
 
@@ -25,7 +26,8 @@ class RunCheckpoints:
         self, config: RunConfig, learner: Learner, data: Mapping[str, str], run_dir: Path, say: Callable[[str], None]
     ) -> None:
         self.config, self.options, self.learner, self.say = config, config.checkpoint, learner, say
-        self.files = Checkpointer(config, learner.layout, learner.engine, run_dir / "checkpoints", say)
+        optimizer = optimizer_state(learner.engine)
+        self.files = Checkpointer(config, learner.layout, optimizer, run_dir / "checkpoints", say)
         self.files.data = data
         self.enabled = self.options.interval > 0 or self.options.final
         self.signals = SaveSignals(self.options.on_signal)

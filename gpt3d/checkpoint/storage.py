@@ -105,7 +105,7 @@ class RawWriter(StorageWriter):
         for result in (r for rank in results for r in rank):
             location, sums = result.storage_data
             if sums is not None:
-                files[location.file] = {"size": sums.size, "crc32": sums.sums}
+                files[location.file] = {"size": sums.size, "xxh3": sums.sums}
             at = tuple(result.index.offset or ())
             size = sizes.pop((result.index.fqn, at))
             tensors[result.index.fqn]["pieces"].append([list(at), size, location.file, location.offset])
@@ -135,7 +135,7 @@ class RawReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         index = read_index(self.folder)
-        self.files = {name: FileSums(entry["size"], entry["crc32"]) for name, entry in index["files"].items()}
+        self.files = {name: FileSums(entry["size"], entry["xxh3"]) for name, entry in index["files"].items()}
         metadata = Metadata({}, storage_data=self.locations)
         for key, tensor in index["tensors"].items():
             dtype = getattr(torch, tensor["dtype"])

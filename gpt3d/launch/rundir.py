@@ -54,7 +54,10 @@ def create(
         (folder / "command.txt").write_text(shlex.join(sys.orig_argv) + "\n")
         (folder / "environment.json").write_text(json.dumps(describe_environment(), indent=2) + "\n")
         return recorded
-    raise RunDirError(f"run_dir={path}: the folder holds an earlier run; name another one, or remove it yourself")
+    raise RunDirError(
+        f"run_dir={path}: the folder holds an earlier run; go on with it (checkpoint.resume=auto), name another one, "
+        "or remove it yourself"
+    )
 
 
 def _number_records(folder: Path) -> None:

@@ -13,22 +13,35 @@ from tests.checkpoint.resuming import begin, go_on, interrupted_twice, with_drop
 
 World = Callable[..., list[Any]]
 
-SAME_LAYOUT = {
-    "fp32": [Case(dp=2, zero=stage, micro=4, family="gpt") for stage in range(4)],
-    "bf16": [Case(dp=2, zero=stage, micro=4, dtype="bf16", family="gpt") for stage in range(4)],
-    "tensor_and_pipeline": [  # in this order: DeepSpeed numbers parameters in a process, and compares the numbers
-        Case(tp=2, zero=3, persist=1000, micro=4),
-        Case(tp=2, sp=True, zero=1, micro=4),
-        *[Case(pp=2, schedule="interleaved", chunks=2, zero=stage, family="gpt", micro=4) for stage in (1, 3)],
-    ],
-    "offload": [
-        Case(dp=2, zero=2, micro=4, offload_optimizer="cpu"),
-        Case(dp=2, zero=3, micro=4, offload_optimizer="cpu", offload_param="cpu"),
-    ],
-}
+SLOW = pytest.mark.slow
+# In each world ZeRO-3 comes first: DeepSpeed numbers the parameters of a process, and compares the numbers.
+SAME_LAYOUT = [
+    pytest.param([Case(dp=2, zero=stage, micro=4, family="gpt") for stage in (3, 2, 1, 0)], id="fp32"),
+    pytest.param([Case(dp=2, zero=stage, micro=4, dtype="bf16", family="gpt") for stage in (3, 1)], id="bf16"),
+    pytest.param([Case(dp=2, zero=stage, micro=4, dtype="bf16") for stage in (2, 0)], id="bf16_more", marks=SLOW),
+    pytest.param(
+        [
+            Case(tp=2, sp=True, zero=3, persist=1000, micro=4),
+            Case(pp=2, schedule="interleaved", chunks=2, zero=1, family="gpt", micro=4),
+        ],
+        id="tensor_and_pipeline",
+    ),
+    pytest.param(
+        [Case(pp=2, schedule="interleaved", chunks=2, zero=stage, family="gpt", micro=4) for stage in (3, 2, 0)],
+        id="pipeline_more",
+        marks=SLOW,
+    ),
+    pytest.param(
+        [
+            Case(dp=2, zero=3, micro=4, offload_optimizer="cpu", offload_param="cpu"),
+            Case(dp=2, zero=2, micro=4, offload_optimizer="cpu"),
+        ],
+        id="offload",
+    ),
+]
 
 
-@pytest.mark.parametrize("cases", SAME_LAYOUT.values(), ids=SAME_LAYOUT)
+@pytest.mark.parametrize("cases", SAME_LAYOUT)
 def test_interrupted_twice_with_dropout_is_the_same_to_the_bit(world: World, cases: list[Case], tmp_path: Path) -> None:
     world(interrupted_twice, [with_dropout(case) for case in cases], str(tmp_path), n=cases[0].world, timeout=120)
 
@@ -38,8 +51,8 @@ INTO = [
     Case(zero=0),
     Case(pp=2, zero=3),
     Case(tp=4, sp=True, zero=1),
-    Case(pp=2, dp=2, zero=0, schedule="interleaved", chunks=2),
-    Case(dp=2, zero=3, offload_optimizer="cpu", offload_param="cpu"),
+    pytest.param(Case(pp=2, dp=2, zero=0, schedule="interleaved", chunks=2), marks=SLOW),
+    pytest.param(Case(dp=2, zero=3, offload_optimizer="cpu", offload_param="cpu"), marks=SLOW),
 ]
 
 
