@@ -20,6 +20,7 @@ from gpt3d.pipeline.executor import Executor, Microbatch
 from gpt3d.pipeline.recorder import Recorder
 from gpt3d.pipeline.simulate import Timeline
 from gpt3d.pipeline.transport import connect
+from gpt3d.tracking.stopwatch import Stopwatch
 from gpt3d.zero.engine import DTYPES, new_engine, sharder
 
 
@@ -52,6 +53,7 @@ class Learner:
     def __init__(self, config: RunConfig, layout: Layout) -> None:
         self.layout, self.seed, self.zero_stage = layout, config.seed, config.zero.stage
         self.engine = new_engine(config, layout, build_chunks(config, layout, sharder(config, layout)))
+        self.stopwatch = Stopwatch(layout.device)
         self.seq_len, self.micro_batch_size = config.data.seq_len, config.trainer.micro_batch_size
         self.padded_vocab_size = config.model.padded_vocab_size
         sequence = self.seq_len // (layout.tp.size if layout.sequence_parallel else 1)
@@ -71,8 +73,11 @@ class Learner:
         tokens = self.count_targets(rows)
         if tokens == 0:
             return Outcome(torch.zeros((), device=self.layout.device), 0, 0.0, True)
+        self.stopwatch.start()
         loss_sum = self.executor.train(self._to_device(rows), self.layout.dp.size / tokens)
+        self.stopwatch.lap("forward_backward")
         result = self.engine.step(lr)
+        self.stopwatch.lap("optimizer")
         return Outcome(loss_sum, tokens, result.grad_norm, result.skipped)
 
     def start_recording(self) -> None:
@@ -106,6 +111,18 @@ class Learner:
     def check_copies(self) -> None:
         """Raise CopiesDiffer unless all ranks that hold the same part of a parameter hold the same bits. Collective."""
         check_copies(self.engine.held_weights(), self.layout, sharded_over_dp=self.zero_stage == 3)
+
+    def parameter_norm(self) -> float:
+        """L2 norm of all weights as forward uses them: one read of what this rank holds. Collective."""
+        own = [
+            torch.linalg.vector_norm(value, dtype=torch.float32).square().to(self.layout.device)
+            for place, value in self.engine.held_weights()
+            if place.counted
+        ]
+        total = all_reduce(
+            torch.stack(own).sum() if own else torch.zeros((), device=self.layout.device), self.layout.model
+        )
+        return float(all_reduce(total, self.layout.dp) if self.zero_stage == 3 else total) ** 0.5
 
     def next_token_logits(self, ids: Sequence[int]) -> Tensor:
         """Logits [V] (fp32, CPU) of the token after `ids` (at most `seq_len` of them). Collective; equal everywhere.

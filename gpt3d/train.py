@@ -92,11 +92,14 @@ def compose_on_rank_0() -> dict[str, Any] | None:
 def make_run_dir(config: RunConfig) -> dict[str, Any]:
     """The run's folder, with the resolved configuration in it; that configuration as a plain dictionary."""
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
     from omegaconf import OmegaConf
 
     from gpt3d.launch import rundir
 
     hydra = HydraConfig.get()
+    if hydra.mode == RunMode.MULTIRUN:
+        name_in_sweep(config, Path(hydra.sweep.dir).name, Path(hydra.runtime.output_dir).name)
     plain = OmegaConf.to_container(OmegaConf.structured(config))
     assert isinstance(plain, dict)
     named, go_on = config.run_dir is not None, config.checkpoint.resume == "auto"
@@ -106,6 +109,14 @@ def make_run_dir(config: RunConfig) -> dict[str, Any]:
         return rundir.create(path, settings, list(hydra.overrides.task), exact=named, go_on=go_on)
     except rundir.RunDirError as error:
         sys.exit(f"gpt3d: {error}")
+
+
+def name_in_sweep(config: RunConfig, sweep: str, job: str) -> None:
+    """At wandb the jobs of a sweep are one group, each with the name of its folder, unless the user named them."""
+    wandb = config.tracking.wandb
+    wandb.group = wandb.group or sweep
+    wandb.name = wandb.name or job
+    wandb.job_type = wandb.job_type or "sweep"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -20,7 +21,6 @@ from gpt3d.debug import inject_fault
 from gpt3d.generation import generate
 from gpt3d.learner import Learner, Outcome, Rows
 from gpt3d.optim.lr import lr_at
-from gpt3d.parallel.collectives import all_reduce
 from gpt3d.parallel.device import Device
 from gpt3d.parallel.layout import Sizes, create_layout
 from gpt3d.pipeline.describe import stage_text
@@ -28,8 +28,9 @@ from gpt3d.pipeline.picture import bubble_in_words, write_timelines
 from gpt3d.pipeline.simulate import Timeline
 from gpt3d.planner.hardware import peak_tflops
 from gpt3d.tracking.banner import banner, summary
-from gpt3d.tracking.metrics import Meter, Metrics
-from gpt3d.tracking.sinks import Console, JsonLines
+from gpt3d.tracking.memory import memory_metrics
+from gpt3d.tracking.metrics import Ema, Meter, Metrics, perplexity
+from gpt3d.tracking.tracker import Tracker
 
 
 class TrainingStopped(RuntimeError):
@@ -54,7 +55,6 @@ class Trainer:
             sequence_parallel=p.sequence_parallel,
             num_kv_heads=config.model.num_kv_heads,
         )
-        self.is_main = self.layout.rank == 0
         self.data = build_data(config, self.layout.at.dp, sizes.dp)
         if problems := check_vocabulary(config, self.data.largest_id):
             raise ConfigError(problems)
@@ -63,11 +63,11 @@ class Trainer:
         self.step = self.skipped = self.skipped_in_a_row = self.tokens = 0
         self.loss_sum, self.loss_tokens = torch.zeros((), device=self.layout.device), 0
         self.loss: float | None = None
+        self.loss_ema = Ema()
         self.validation_loss: float | None = None
         self.first_step, self.timelines = 0, list[Timeline]()
         self.run_dir = Path(config.run_dir or ".")
-        self.console = Console(t.steps, config.tracking.progress_bar) if self.is_main else None
-        self.jsonl = JsonLines(self.run_dir / "metrics.jsonl") if self.is_main else None
+        self.tracker = Tracker(config, self.run_dir, is_main=self.layout.rank == 0)
         self.checkpoints = RunCheckpoints(config, self.learner, self.data.fingerprint, self.run_dir, self.say)
         resumed = self.checkpoints.resume()
         self.batches = Batches(
@@ -82,12 +82,16 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train for `trainer.steps` steps, validate, and sample; returns the run's results."""
+        self.first_step = self.step
+        with self.tracker:
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         t, begun, tokens_before = self.config.trainer, time.perf_counter(), self.tokens
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.learner.engine.module.parameters())
         self.say(banner(self.config, self.layout, self.device, self.data.info, parameters))
         if self.layout.sizes.pp > 1:
             self.say(stage_text(self.config))
-        self.first_step = self.step
         first_loss: float | None = None
         with self.checkpoints:
             while self.step < t.steps:
@@ -101,7 +105,9 @@ class Trainer:
                     first_loss = first_loss if first_loss is not None else self.loss
                 if t.eval_interval and self.step % t.eval_interval == 0 and self.step < t.steps:
                     self.validate()
+                begun_saving = time.perf_counter()
                 self.checkpoints.after_step(self.step, self.progress)
+                self.meter.pause(time.perf_counter() - begun_saving)
             self.batches.close()
             self.validate()
             self.checkpoints.at_end(self.step, self.progress)
@@ -117,9 +123,6 @@ class Trainer:
         }
         text = self.sample()
         self.say(summary(self.config, results, text, self.run_dir))
-        for sink in (self.console, self.jsonl):
-            if sink is not None:
-                sink.close()
         return results
 
     def train_step(self) -> Metrics | None:
@@ -143,8 +146,7 @@ class Trainer:
         check_interval = self.config.trainer.copy_check_interval
         if check_interval and self.step % check_interval == 0:
             self.learner.check_copies()
-        if self.console is not None:
-            self.console.advance()
+        self.tracker.advance()
         interval = self.config.tracking.log_interval
         if self.step % interval and self.step not in (1, self.config.trainer.steps):
             return None
@@ -153,22 +155,24 @@ class Trainer:
     def _metrics(self, lr: float, outcome: Outcome) -> Metrics:
         """The one dictionary of this step. Collective: the loss comes from the last stage, memory from all ranks."""
         loss = self.learner.total(self.loss_sum) / max(self.loss_tokens, 1)
-        memory = torch.tensor(float(self.device.memory_stats().peak), device=self.layout.device)
-        metrics: Metrics = {
-            "step": self.step,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": outcome.grad_norm,
-            "loss_scale": self.learner.engine.loss_scale,
-            "skipped_steps": self.skipped,
-            "memory_gb": float(all_reduce(memory, self.layout.world, dist.ReduceOp.MAX)) / 2**30,
-            **self.meter.read(self.step),
-            "tokens": self.tokens,
-        }
-        self.loss = loss
         self.loss_sum, self.loss_tokens = torch.zeros_like(self.loss_sum), 0
         if not math.isfinite(loss):
             raise TrainingStopped(f"the loss is {loss} at step {self.step}: training has diverged. {self._remedies()}")
+        metrics: Metrics = {
+            "step": self.step,
+            "loss": loss,
+            "loss_ema": self.loss_ema.add(loss, self.step),
+            "lr": lr,
+            "grad_norm": outcome.grad_norm,
+            "parameter_norm": self.learner.parameter_norm(),
+            "loss_scale": self.learner.engine.loss_scale,
+            "skipped_steps": self.skipped,
+            "tokens": self.tokens,
+            "samples": self.batches.consumed_samples,
+            **memory_metrics(self.device, self.layout),
+            **self.meter.read(self.step, self.learner.stopwatch.read()),
+        }
+        self.loss = loss
         return metrics
 
     def _keep_timeline(self) -> None:
@@ -181,8 +185,7 @@ class Trainer:
             chunks = self.config.pipeline.chunks
             files = write_timelines(self.timelines, chunks, self.config.run_name, self.run_dir)
             self.say(f"{bubble_in_words(self.timelines, chunks)}; drawn in {files[0]}")
-            if self.jsonl is not None:
-                self.jsonl.log({"step": self.step + 1, "pipeline_bubble": timeline.bubble})
+            self.log({"step": self.step + 1, "pipeline_bubble": timeline.bubble})
 
     def _watch_skips(self, outcome: Outcome) -> None:
         """Count steps without an update; all ranks see the same ones and stop together when there are too many."""
@@ -222,6 +225,7 @@ class Trainer:
             {
                 "step": self.step,
                 "validation_loss": self.validation_loss,
+                "validation_perplexity": perplexity(self.validation_loss),
                 "validation_tokens": tokens,
                 "unigram_entropy": self.data.unigram_entropy,
             }
@@ -243,6 +247,8 @@ class Trainer:
             "loss_sums": {"tp": self.layout.sizes.tp, "ranks": sums},
             "loss_tokens": self.loss_tokens,
             "loss": self.loss,
+            "loss_ema": dataclasses.asdict(self.loss_ema),
+            "tracking": self.tracker.state(),
             "validation_loss": self.validation_loss,
             "seconds": time.perf_counter() - self.begun,
         }
@@ -258,8 +264,8 @@ class Trainer:
             sums = [sum(sums) / tp * self.layout.tp.size, *[0.0] * (self.layout.world.size - 1)]
         self.loss_sum += sums[self.layout.rank]
         self.loss_tokens = progress["loss_tokens"]
-        if self.console is not None:
-            self.console.advance(self.step)
+        self.loss_ema = Ema(**progress.get("loss_ema", {}))
+        self.tracker.restore(self.step, progress.get("tracking", {}))
 
     def sample(self) -> str | None:
         """Text sampled from the model, if `trainer.sample_tokens` asks for it."""
@@ -269,14 +275,12 @@ class Trainer:
         return generate(self.learner, self.data.tokenizer, t.sample_prompt, t.sample_tokens, seed=self.config.seed)
 
     def log(self, metrics: Metrics) -> None:
-        for sink in (self.console, self.jsonl):
-            if sink is not None:
-                sink.log(metrics)
+        """One dictionary to every sink, from rank 0."""
+        self.tracker.log(metrics)
 
     def say(self, text: str) -> None:
         """A line from rank 0."""
-        if self.console is not None:
-            self.console.print(text)
+        self.tracker.say(text)
 
 
 def _rows(batch: MicroBatch) -> Rows:

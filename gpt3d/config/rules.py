@@ -312,6 +312,13 @@ def timeline(config: RunConfig, world: World) -> Iterator[Problem]:
         yield Problem("trainer.timeline", config.trainer.timeline, "pictures need matplotlib, which is missing", fix)
 
 
+def tensorboard(config: RunConfig, world: World) -> Iterator[Problem]:
+    """An optional package."""
+    if config.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        fix = "pip install 'gpt3d[tensorboard]', or tracking.tensorboard=false"
+        yield Problem("tracking.tensorboard", True, "needs the package tensorboard, which is missing", fix)
+
+
 def checkpoints(config: RunConfig, world: World) -> Iterator[Problem]:
     """`auto` looks in this run's folder, so that must be a lasting one."""
     if config.checkpoint.resume == "auto" and config.run_dir is None:
@@ -321,7 +328,7 @@ def checkpoints(config: RunConfig, world: World) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     names, model_shape, tensor_parallel, pipeline, ranks, machine, memory, batch, zero, precision, learning_rate,
-    timeline, checkpoints,
+    timeline, tensorboard, checkpoints,
 )  # fmt: skip
 
 

@@ -238,11 +238,29 @@ class CheckpointConfig:
 
 
 @dataclass
+class WandbConfig:
+    """One run at Weights & Biases; the rest is wandb's own environment variables (WANDB_API_KEY, WANDB_BASE_URL)."""
+
+    mode: str = one_of("disabled", "online", "offline", default="disabled")
+    project: str = "gpt3d"
+    entity: Optional[str] = None
+    name: Optional[str] = None
+    group: Optional[str] = None
+    job_type: Optional[str] = None
+    tags: list[str] = field(default_factory=list)
+    fork: bool = False
+    start_seconds: float = number(30.0, low=1.0)
+
+
+@dataclass
 class TrackingConfig:
     """How progress is shown. `metrics.jsonl` is always written."""
 
     log_interval: int = number(10, low=1)
     progress_bar: bool = True
+    finish_seconds: float = number(30.0, low=1.0)
+    tensorboard: bool = False
+    wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
 @dataclass

@@ -50,7 +50,7 @@ class Device:
             return MemoryStats(
                 torch.cuda.memory_allocated(self.torch_device), torch.cuda.max_memory_allocated(self.torch_device)
             )
-        return _process_memory()
+        return host_memory_stats()
 
 
 def kind(wanted: str = "auto") -> str:
@@ -99,7 +99,8 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _process_memory() -> MemoryStats:
+def host_memory_stats() -> MemoryStats:
+    """Resident bytes of this process and their peak."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         kib = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from gpt3d.config.schema import RunConfig
 from gpt3d.model.flops import parameter_count
 from gpt3d.parallel.device import Device
 from gpt3d.parallel.layout import Layout
+from gpt3d.tracking.metrics import perplexity
 from gpt3d.tracking.sinks import clock, short
 
 
@@ -43,7 +43,7 @@ def summary(config: RunConfig, results: dict[str, Any], text: str | None, run_di
     ]
     loss, entropy = results["validation_loss"], results["unigram_entropy"]
     if loss is not None:
-        lines.append(f"loss    validation {loss:.4f} nats a token, perplexity {math.exp(min(loss, 700.0)):,.2f}")
+        lines.append(f"loss    validation {loss:.4f} nats a token, perplexity {perplexity(loss):,.2f}")
     if loss is not None and entropy is not None:
         than = "below" if loss < entropy else "not below"
         lines.append(

@@ -1,43 +1,113 @@
-"""One dictionary a logged step, made once; every sink shows the same numbers.
-
-step              optimizer steps done
-loss              nats per target token, mean over the tokens since the last line, over all ranks
-lr                learning rate of this step
-grad_norm         L2 norm of the gradient before clipping, over all axes
-loss_scale        factor on the loss (fp16), else 1
-skipped_steps     steps without an update so far (overflow, or a batch without targets)
-tokens            target and context tokens consumed since the start of the run
-tokens_per_s      over the time since the last line, without validation; over all ranks
-tokens_per_s_per_device
-tflops_per_device model TFLOP/s (10^12; no recompute counted, attention as the full square)
-mfu               tflops_per_device over the device's peak, or null if that is not known
-data_wait         share of the time spent waiting for data on this rank
-memory_gb         highest memory in use on any rank (2^30 bytes): CUDA allocations, or the process on CPU
-eta_s             seconds left at this speed
-"""
+"""One dictionary a logged step, made once; every sink shows the same numbers. METRICS names them all."""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpt3d.config.schema import RunConfig
-from gpt3d.model.flops import model_flops_per_token
+from gpt3d.model.flops import hardware_flops_per_token, model_flops_per_token
 
 Metrics = dict[str, float | int | None]
+
+EMA_DECAY = 0.99  # a step
+LARGEST_EXPONENT = 700.0  # exp of more is no float
+
+
+class Metric(NamedTuple):
+    """`group`: the section of a tracker's page. docs/metrics.md has the same table."""
+
+    group: str
+    unit: str
+    meaning: str
+
+
+METRICS = {
+    "step": Metric("", "steps", "optimizer steps done; the x axis of everything"),
+    "loss": Metric("train", "nats per target token", "mean over all tokens since the last line, over all ranks"),
+    "loss_ema": Metric("train", "nats per target token", "moving average of `loss`, weight 0.99 a step, debiased"),
+    "lr": Metric("train", "", "learning rate of this step"),
+    "grad_norm": Metric("train", "", "L2 norm of the whole model's gradient before clipping"),
+    "parameter_norm": Metric("train", "", "L2 norm of the whole model's weights, as forward uses them"),
+    "loss_scale": Metric("train", "", "factor on the loss (fp16), else 1"),
+    "skipped_steps": Metric("train", "steps", "without an update so far (overflow, or a batch without targets)"),
+    "validation_loss": Metric("validation", "nats per target token", "mean over `trainer.eval_batches` batches"),
+    "validation_perplexity": Metric("validation", "", "exp(`validation_loss`)"),
+    "validation_tokens": Metric("validation", "target tokens", "that `validation_loss` is the mean of"),
+    "unigram_entropy": Metric("validation", "nats per token", "of the held-out text: what token frequencies give"),
+    "tokens": Metric("progress", "tokens", "consumed since the start of the run"),
+    "samples": Metric("progress", "sequences", "consumed since the start of the run"),
+    "eta_s": Metric("progress", "s", "left at this speed"),
+    "tokens_per_s": Metric("speed", "tokens/s", "of all ranks, over real time without validation and checkpoints"),
+    "tokens_per_s_per_device": Metric("speed", "tokens/s", "`tokens_per_s` over the number of ranks"),
+    "tflops_per_device": Metric("speed", "10^12 FLOP/s", "that the model needs: full attention square, no recompute"),
+    "mfu": Metric("speed", "share", "`tflops_per_device` of the device's peak; null if that is not known"),
+    "hfu": Metric("speed", "share", "as `mfu`, with what recompute does again"),
+    "step_s": Metric("speed", "s", "one step, mean over the steps since the last line"),
+    "data_wait": Metric("speed", "share of step_s", "waiting for the batch, on rank 0"),
+    "forward_backward": Metric("speed", "share of step_s", "the pipeline schedule with its bubble, on rank 0"),
+    "optimizer": Metric("speed", "share of step_s", "reduction of gradients, norm, clipping and update, on rank 0"),
+    "pipeline_bubble": Metric("speed", "share", "idle time of the stages in the recorded steps (`trainer.timeline`)"),
+    "memory_gb": Metric("memory", "2^30 bytes", "highest so far on any rank: CUDA allocations; the process on CPU"),
+    "memory_now_gb": Metric("memory", "2^30 bytes", "as `memory_gb`, at this moment"),
+    "memory_gb_stage_N": Metric("memory", "2^30 bytes", "`memory_gb` of pipeline stage N (with `parallel.pp` > 1)"),
+    "host_memory_gb": Metric("memory", "2^30 bytes", "highest resident size so far of any rank's process"),
+    "host_memory_now_gb": Metric("memory", "2^30 bytes", "as `host_memory_gb`, at this moment"),
+}  # fmt: skip
+
+
+def metric(name: str) -> Metric:
+    """The entry of a key as it is logged. Raises KeyError for one that nobody has documented."""
+    stem, _, number = name.rpartition("_")
+    return METRICS[f"{stem}_N" if number.isdigit() else name]
+
+
+def grouped(metrics: Metrics) -> dict[str, float | int]:
+    """As trackers want them: `train/loss` for loss, `step` as it is, and nothing that has no finite value."""
+    found = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+    return {"/".join(filter(None, (metric(name).group, name))): value for name, value in found.items()}
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), finite for every loss."""
+    return math.exp(min(loss, LARGEST_EXPONENT))
+
+
+@dataclass
+class Ema:
+    """Moving average of values that each stand for some steps; divided by its weight, so the start is not pulled to 0.
+
+    While all values are v it is v, from the first one on (the bias correction of Kingma and Ba 2015, section 3).
+    """
+
+    step: int = 0
+    total: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float, step: int) -> float:
+        """The average with `value`, the mean of the steps after the last call up to `step`, in it."""
+        keep = EMA_DECAY ** (step - self.step)
+        self.step = step
+        self.total = keep * self.total + (1 - keep) * value
+        self.weight = keep * self.weight + (1 - keep)
+        return self.total / self.weight
 
 
 @dataclass
 class Meter:
-    """Speeds over the steps since the last line; `pause` keeps validation out of them."""
+    """Speeds over the steps since the last line; `pause` keeps validation and checkpoints out of them."""
 
     config: RunConfig
     devices: int
     peak_tflops: float | None
 
     def __post_init__(self) -> None:
-        self.tokens_per_step = self.config.trainer.global_batch_size * self.config.data.seq_len
-        self.flops_per_token = model_flops_per_token(self.config.model, self.config.data.seq_len)
+        model, seq_len = self.config.model, self.config.data.seq_len
+        self.tokens_per_step = self.config.trainer.global_batch_size * seq_len
+        self.flops_per_token = model_flops_per_token(model, seq_len)
+        self.hardware_flops = hardware_flops_per_token(model, seq_len, self.config.recompute) / self.flops_per_token
         self._restart()
 
     def _restart(self) -> None:
@@ -52,19 +122,22 @@ class Meter:
         """Time that is not training."""
         self.paused += seconds
 
-    def read(self, step: int) -> Metrics:
-        """The speeds since the last call."""
+    def read(self, step: int, phases: dict[str, float]) -> Metrics:
+        """The speeds since the last call; `phases`: seconds of the parts of these steps."""
         seconds = max(time.perf_counter() - self.begun - self.paused, 1e-9)
         rate = self.steps * self.tokens_per_step / seconds
         tflops = rate * self.flops_per_token / self.devices / 1e12
         left = (self.config.trainer.steps - step) * seconds / max(self.steps, 1)
+        mfu = tflops / self.peak_tflops if self.peak_tflops else None
         metrics: Metrics = {
-            "tokens": step * self.tokens_per_step,
             "tokens_per_s": rate,
             "tokens_per_s_per_device": rate / self.devices,
             "tflops_per_device": tflops,
-            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+            "mfu": mfu,
+            "hfu": mfu * self.hardware_flops if mfu is not None else None,
+            "step_s": seconds / max(self.steps, 1),
             "data_wait": self.waited / seconds,
+            **{name: spent / seconds for name, spent in phases.items()},
             "eta_s": left,
         }
         self._restart()

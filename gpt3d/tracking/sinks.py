@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
@@ -27,7 +28,10 @@ class Console:
             self.bar.update(steps)
 
     def log(self, metrics: Metrics) -> None:
-        self.print(training_line(metrics, self.total) if "loss" in metrics else validation_line(metrics, self.total))
+        if "loss" in metrics:
+            self.print(training_line(metrics, self.total))
+        elif "validation_loss" in metrics:
+            self.print(validation_line(metrics, self.total))
 
     def print(self, text: str) -> None:
         """A line of text that does not tear the progress bar."""
@@ -42,17 +46,34 @@ class Console:
 
 
 class JsonLines:
-    """Appends each dictionary as one line, flushed at once, with the wall-clock time [s since 1970]."""
+    """Appends each dictionary as one line, flushed at once, with the wall-clock time [s since 1970].
 
-    def __init__(self, path: Path) -> None:
+    What is not finite is written as null, so that every reader of JSON can read it. `lines`: how many the file has.
+    A file that cannot be written (a full disk) costs one warning; the lines are kept and tried again with the next.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
+        self.path, self.say, self.failing = path, say, False
+        self.lines = sum(1 for _ in path.open("rb")) if path.is_file() else 0
         self.file = path.open("a")
 
     def log(self, metrics: Metrics) -> None:
-        self.file.write(json.dumps({"time": round(time.time(), 3), **metrics}) + "\n")
-        self.file.flush()
+        finite = {k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
+        self.file.write(json.dumps({"time": round(time.time(), 3), **finite}) + "\n")
+        self._attempt(self.file.flush)
+        self.lines += 1
 
     def close(self) -> None:
-        self.file.close()
+        self._attempt(self.file.close)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self.failing = False
+        except OSError as error:
+            if not self.failing:
+                self.say(f"warning: {self.path} cannot be written ({error.strerror})")
+            self.failing = True
 
 
 def training_line(m: Metrics, total: int) -> str:
@@ -77,8 +98,10 @@ def training_line(m: Metrics, total: int) -> str:
 
 def validation_line(m: Metrics, total: int) -> str:
     """A validation as one line of text."""
-    loss = float(m["validation_loss"] or 0)
-    line = f"step {m['step']}/{total} | validation loss {loss:.4f} | perplexity {math.exp(min(loss, 700.0)):,.2f}"
+    line = (
+        f"step {m['step']}/{total} | validation loss {m['validation_loss']:.4f} | "
+        f"perplexity {m['validation_perplexity']:,.2f}"
+    )
     entropy = m.get("unigram_entropy")
     return line if entropy is None else f"{line} | unigram entropy {entropy:.4f}"
 

@@ -21,7 +21,7 @@ SMALL = [
     "trainer.global_batch_size=8", "trainer.micro_batch_size=2", "trainer.eval_interval=4", "trainer.eval_batches=1",
     "checkpoint.interval=2", "lr.warmup_steps=2",
 ]  # fmt: skip
-KEYS = ("step", "loss", "lr", "grad_norm", "tokens", "validation_loss")
+KEYS = ("step", "loss", "loss_ema", "lr", "grad_norm", "parameter_norm", "tokens", "samples", "validation_loss")
 
 
 def train(overrides: list[str], run_dir: str, signal_at: int | None = None) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gpt3d.config.load import load_config
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     "parallel=tp2",
@@ -65,6 +67,10 @@ def test_a_sweep_runs_each_job_in_its_own_world(tmp_path: Path) -> None:
     for path in sorted(tmp_path.glob("outputs/multirun/*/*/metrics.jsonl")):
         losses.append([m["loss"] for m in map(json.loads, path.read_text().splitlines()) if "loss" in m])
     assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], abs=2e-6)
+    (sweep,) = tmp_path.glob("outputs/multirun/*")
+    for folder in sweep.glob("*/"):
+        wandb = load_config(folder / "config.yaml").tracking.wandb
+        assert (wandb.group, wandb.name, wandb.job_type) == (sweep.name, folder.name, "sweep")
 
 
 def test_a_failing_job_does_not_end_the_sweep(tmp_path: Path) -> None:

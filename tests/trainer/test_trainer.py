@@ -69,7 +69,16 @@ def test_layouts_log_the_same_numbers(world: World, tmp_path: Path) -> None:
     for name, got in logs.items():
         assert samples[name] == samples["single"]
         for a, b in zip(got, want, strict=True):
-            for key in ("loss", "validation_loss", "grad_norm", "lr", "tokens"):
+            for key in (
+                "loss",
+                "loss_ema",
+                "validation_loss",
+                "grad_norm",
+                "parameter_norm",
+                "lr",
+                "tokens",
+                "samples",
+            ):
                 if key in b:
                     assert a[key] == pytest.approx(b[key], rel=5e-5 if key == "grad_norm" else 2e-6), (name, key)
     assert results["single"]["validation_loss"] < results["single"]["first_loss"]

@@ -1,0 +1,120 @@
+"""All sinks of a run, on rank 0. On the other ranks the same calls do nothing."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gpt3d.config.schema import RunConfig
+from gpt3d.tracking.background import Background
+from gpt3d.tracking.metrics import Metrics
+from gpt3d.tracking.sinks import Console, JsonLines
+from gpt3d.tracking.tensorboard_sink import TensorBoardSink
+from gpt3d.tracking.wandb_sink import WandbRun, WandbSink, wanted_mode
+
+FAILED_SECONDS = 5.0  # for the trackers when the run has failed: its message should not wait for long
+
+
+class Tracker:
+    """The terminal and metrics.jsonl at once; wandb and TensorBoard, in the background, inside the `with` block."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, is_main: bool) -> None:
+        self.config, self.run_dir, self.is_main = config, run_dir, is_main
+        self.first_step, self.lines_elsewhere = 0, 0
+        self.wandb_id: str | None = None
+        self.background: list[Background] = []
+        if is_main:
+            self.console = Console(config.trainer.steps, config.tracking.progress_bar)
+            self.jsonl = JsonLines(run_dir / "metrics.jsonl", self.say)
+
+    def restore(self, step: int, saved: Mapping[str, Any]) -> None:
+        """The run goes on after `step` with what `state` gave when that checkpoint was saved."""
+        self.first_step, self.wandb_id = step, saved.get("wandb_id")
+        if self.is_main:  # in another folder, if this one has fewer
+            self.lines_elsewhere = max(saved.get("lines", 0) - self.jsonl.lines, 0)
+        self.advance(step)
+
+    def state(self) -> dict[str, Any]:
+        """What belongs into a checkpoint, so that a later start continues the same run at wandb."""
+        return {"wandb_id": self.wandb_id, "lines": self._lines()} if self.is_main else {}
+
+    def __enter__(self) -> Tracker:
+        options = self.config.tracking
+        if self.is_main and wanted_mode(options.wandb) != "disabled":
+            spec = WandbRun(
+                options.wandb, self._run_id(), options.wandb.name or self.config.run_name,
+                self.run_dir, self._lines(), options.finish_seconds, self._about,
+            )  # fmt: skip
+            self.background.append(Background("wandb", lambda: WandbSink(spec, self.say), self.say))
+        if self.is_main and options.tensorboard:
+            folder = self.run_dir / "tensorboard"
+            opener = lambda: TensorBoardSink(folder, self.first_step, self._about)  # noqa: E731
+            self.background.append(Background("tensorboard", opener, self.say))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self.is_main:
+            return
+        code, seconds = _exit_code(error), self.config.tracking.finish_seconds
+        end = time.monotonic() + (min(seconds, FAILED_SECONDS) if code else seconds)
+        for sink in self.background:
+            sink.close(code, max(end - time.monotonic(), 0.0))
+        self.console.close()
+        self.jsonl.close()
+
+    def log(self, metrics: Metrics) -> None:
+        """One dictionary to every sink."""
+        if self.is_main:
+            self.console.log(metrics)
+            self.jsonl.log(metrics)
+            for sink in self.background:
+                sink.log(metrics)
+
+    def say(self, text: str) -> None:
+        """A line of text on the terminal."""
+        if self.is_main:
+            self.console.print(text)
+
+    def advance(self, steps: int = 1) -> None:
+        """So many more steps are done."""
+        if self.is_main:
+            self.console.advance(steps)
+
+    def _lines(self) -> int:
+        return self.lines_elsewhere + self.jsonl.lines
+
+    def _run_id(self) -> str:
+        """This folder's run at wandb; else, unless it is a fork, the checkpoint's; else a new one."""
+        file = self.run_dir / "wandb_id"
+        if file.exists():
+            self.wandb_id = file.read_text().strip()
+        elif self.wandb_id is None or self.config.tracking.wandb.fork:
+            self.wandb_id = secrets.token_hex(4)
+        else:
+            fork = "tracking.wandb.fork=true makes a run of its own"
+            self.say(f"wandb   continues the checkpoint's run {self.wandb_id}; {fork}")
+        file.write_text(f"{self.wandb_id}\n")
+        return self.wandb_id
+
+    def _about(self) -> dict[str, Any]:
+        """The settings, and where and by what they are run. Called in the background: git may take a while."""
+        from omegaconf import OmegaConf
+
+        from gpt3d.launch.rundir import describe_environment
+        from gpt3d.model.flops import parameter_count
+
+        settings: Any = OmegaConf.to_container(OmegaConf.structured(self.config))
+        return {**settings, "parameters": parameter_count(self.config.model), "environment": describe_environment()}
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """As the process will have it."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return int(error is not None)
