@@ -291,6 +291,8 @@ class RunConfig:
     seed: int = number(1234, low=0)
     run_name: str = MISSING
     run_dir: Optional[str] = None
+    search: bool = False
+    plan_json: Optional[str] = None
 
 
 @dataclass(frozen=True)
