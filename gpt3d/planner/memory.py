@@ -186,7 +186,7 @@ def stage_memory(config: RunConfig, dp: int, stage: int, on_cpu: bool = False, f
         return -(-parameters * size // dp) if cut else parameters * size
 
     weights, gradients, optimizer = map(held, (kinds.weights, kinds.gradients, kinds.optimizer), kinds.shared)
-    # The update works on fp32 gradients of what this rank updates; an fp32 accumulator that isn't sharded is used as is.
+    # The update works on fp32 gradients of what this rank updates; an fp32 accumulator that isn't sharded serves as is.
     update = 0 if kinds.gradients == 4 and zero.stage < 2 else held(4, zero.stage >= 1)
     host = 0
     if zero.offload_optimizer == "cpu":
@@ -219,9 +219,8 @@ def _activations(config: RunConfig, dp: int, stage: int, on_cpu: bool, flash: bo
     kept += one_layer("none") if config.recompute == "full" else 0
     if stage < config.parallel.pp - 1:
         return kept
-    norm = config.model.hidden_size * element + _norm(
-        config.model, element, on_cpu
-    )  # the final norm's input and output
+    # The final norm's input and output.
+    norm = config.model.hidden_size * element + _norm(config.model, element, on_cpu)
     return kept + (1 + _heads_in_flight(config, dp)) * (micro * seq * norm // (tp if sp else 1))
 
 

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from gpt3d.config.arithmetic import World, num_microbatches, resolve_dp, stage_layers
+from gpt3d.config.notes import batch_in_words
 from gpt3d.config.schema import ClusterConfig, RunConfig
 from gpt3d.model.flops import parameter_count
 from gpt3d.planner.hardware import known_gpus, lookup
@@ -75,11 +76,10 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
 def memory_text(plan: MemoryPlan) -> str:
     """The plan for the terminal."""
     config, dp = plan.config, plan.dp
-    count, ranks = num_microbatches(config, dp), len(plan.stages) * config.parallel.tp * dp
-    batch = f"{config.trainer.global_batch_size} sequences of {config.data.seq_len} tokens a step"
+    ranks = len(plan.stages) * config.parallel.tp * dp
     lines = [
         f"{layout_in_words(config, dp)}: {ranks} GPU{'s' if ranks > 1 else ''}",
-        f"{batch}: {count} microbatch{'es' if count > 1 else ''} of {config.trainer.micro_batch_size} on each model copy",
+        batch_in_words(config, dp),
         "",
         *_state_lines(config, dp),
         "",

@@ -37,9 +37,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Found:
-    """The best plans, fastest first, each the best chunks, ZeRO and offload of its tp, pp, micro batch and recompute; how
-    many layouts were legal and how many of them fit; what became of the user's own; and,
-    if there is no plan, changes with which there is one."""
+    """The best plans, fastest first, each with the best chunks, ZeRO and offload of its tp, pp, micro batch, recompute.
+
+    `own` is the user's own layout, or why it is none; `changes`, if there is no plan, are overrides that make one.
+    """
 
     config: RunConfig
     ranks: int

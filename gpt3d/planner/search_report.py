@@ -51,8 +51,8 @@ def search_text(found: Found) -> str:
     return "\n".join(
         [
             head,
-            "Of each tp, pp, micro batch and recompute the best chunks, ZeRO and offload, ordered by an estimate of the",
-            "step: seconds by cause, without what is hidden under compute. MFU counts the full attention square.",
+            "Of each tp, pp, micro batch and recompute the best chunks, ZeRO and offload, ordered by an estimate of",
+            "the step: seconds by cause, without what is hidden under compute. MFU counts the full attention square.",
             *columns(rows),
             "",
             f"The best: {best}",

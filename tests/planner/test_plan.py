@@ -20,17 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_command(tmp_path: Path) -> None:
-    words = [
-        "model=70b",
-        "zero=0",
-        "parallel=single",
-        "precision=bf16",
-        "precision.grad_dtype=bf16",
-        "plan_json=plan.json",
-    ]
+    words = ["model=70b", "zero=0", "parallel=single", "precision=bf16", "precision.grad_dtype=bf16"]
     done = subprocess.run(
-        [sys.executable, "-m", "gpt3d.plan", *words], cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "gpt3d.plan", *words, "plan_json=plan.json"],
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "")
     assert "70,553,706,496 parameters x 16 bytes" in done.stdout and "1,128,859,303,936 bytes" in done.stdout
