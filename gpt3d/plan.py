@@ -15,10 +15,13 @@ from gpt3d.config.schema import RunConfig
 from gpt3d.planner.report import memory_plan, memory_text, plan_data
 from gpt3d.planner.search import search
 from gpt3d.planner.search_report import search_data, search_text
+from gpt3d.planner.time import machine_of
+from gpt3d.planner.time_report import time_data, time_text
 
 HELP = """
-Say what a layout needs before it is started: memory of each pipeline stage part by part, and whether it fits. Exit
-code 0: it fits; 1: it does not. The world is cluster.nodes x cluster.gpus_per_node, or tp x pp x dp as given.
+Say what a layout needs before it is started: memory of each pipeline stage part by part, whether it fits, and, on a
+named cluster, an estimate of its step. With search=true: the layouts that fit, the fastest first. Exit code 0: it fits;
+1: it does not. The world is cluster.nodes x cluster.gpus_per_node, or tp x pp x dp as given.
 
   python -m gpt3d.plan model=70b zero=0 parallel=single precision=bf16      16 or 18 bytes a parameter, and ZeRO's share
   python -m gpt3d.plan model=70b parallel=tp8_pp2 precision=bf16 cluster=h100 cluster.nodes=4 plan_json=plan.json
@@ -41,8 +44,12 @@ def plan_layout(config: RunConfig) -> None:
         plan_search(config)
     if problems := check(config, World(), leave_out=[memory]):
         raise ConfigError(problems)
-    plan = memory_plan(config)
-    _finish(config, memory_text(plan), plan_data(plan), plan.fits is not False)
+    plan, machine = memory_plan(config), machine_of(config)
+    text, data = memory_text(plan), plan_data(plan)
+    if machine is not None:
+        text += "\n\n" + time_text(config, plan.dp, machine)
+        data |= time_data(config, plan.dp, machine)
+    _finish(config, text, data, plan.fits is not False)
 
 
 def plan_search(config: RunConfig) -> None:

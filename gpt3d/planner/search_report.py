@@ -10,12 +10,8 @@ from gpt3d.config.problems import show
 from gpt3d.config.schema import RunConfig
 from gpt3d.planner.search import Found, Plan, microbatches
 from gpt3d.planner.table import columns
-from gpt3d.planner.time import StepTime, mfu
-
-PARTS = {
-    "compute": "compute", "recompute": "recompute", "tensor_parallel": "tp comm", "bubble": "bubble",
-    "messages": "pp comm", "data_parallel": "dp comm", "optimizer": "update", "offload": "offload",
-}  # fmt: skip
+from gpt3d.planner.time import mfu
+from gpt3d.planner.time_report import PARTS, seconds_by_cause
 
 
 def search_text(found: Found) -> str:
@@ -133,10 +129,6 @@ def _row(name: str, plan: Plan, found: Found) -> list[str]:
     offload = "all" if z.offload_param == "cpu" else "optimizer" if z.offload_optimizer == "cpu" else "-"
     sizes = [c.parallel.tp, c.parallel.pp, c.pipeline.chunks, plan.dp, c.trainer.micro_batch_size]
     return [
-        name, *map(str, sizes), c.recompute, str(z.stage), offload, f"{plan.gb:.1f}", *_seconds(plan.time),
+        name, *map(str, sizes), c.recompute, str(z.stage), offload, f"{plan.gb:.1f}", *seconds_by_cause(plan.time),
         f"{plan.time.total:.3g}", f"{mfu(c, found.ranks, plan.time.total, found.machine):.1%}",
     ]  # fmt: skip
-
-
-def _seconds(time: StepTime) -> list[str]:
-    return [f"{getattr(time, part):.3g}" if getattr(time, part) else "-" for part in PARTS]

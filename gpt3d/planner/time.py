@@ -1,8 +1,9 @@
 """Time of one step, from the configuration and the cluster's data sheet alone. An estimate, not a measurement.
 
 Every operation takes the longer of its arithmetic and its memory traffic; collectives take ring bytes over bandwidth.
-The constants below have a physical meaning and hold for all models and layouts alike; `benchmarks/planner.py` compares
-the result with published runs.
+The constants below have a physical meaning and hold for all models and layouts alike. Those without another source were
+set on every second of the published A100 and H100 runs of 2021 to 2024 that `benchmarks/planner.py` reads; it judges
+them by the others. Newer kernels than those runs had are faster, attention on Hopper most of all.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ from gpt3d.planner.hardware import lookup
 from gpt3d.planner.memory import BYTES, piece_parameters
 from gpt3d.planner.traffic import zero_bytes
 
-GEMM = 0.80  # of the dense peak, for a large matrix product
-GEMM_HALF = 160  # a dim this long (rows, columns or depth) halves what a product reaches: tiles are not filled
-ATTENTION = 0.45  # of the peak, for fused attention forward and backward
-MEMORY = 0.80  # of the data sheet's memory bandwidth
-LINK = 0.75  # of the data sheet's bandwidth per direction, for a ring over large buffers
-LATENCY = 12e-6  # seconds until a collective or message starts to move
-EXPOSED = 0.5  # part of a pipeline message in the steady state that no compute hides
-HIDDEN = 0.8  # part of the compute under which overlapped ZeRO traffic can hide
-PCIE = 25e9  # bytes/s between a GPU and its host, in one direction
-HOST_ADAM = 20e9  # bytes/s of states that a GPU's share of its host can update
+# Of the dense peak, what a large matrix product and fused attention reach: on Ampere, and on Hopper and later, whose
+# clocks fall under load and whose peak torch's attention kernels are further from.
+GEMM, HOPPER_GEMM = 0.80, 0.61
+ATTENTION, HOPPER_ATTENTION = 0.30, 0.17
+HOPPER_TFLOPS = 500  # peaks above this are Hopper's or later
+GEMM_HALF = 230  # a dim this long (rows, columns or depth) halves what a product reaches: tiles are not filled
+PASSES = 12  # times that norms and residual sums of a layer move an activation of the hidden size
+MEMORY = 0.73  # of the data sheet's memory bandwidth
+LINK = 0.80  # of the data sheet's bandwidth per direction, for a ring over large buffers
+LATENCY = 12e-6  # assumed: seconds until a collective or message starts to move
+EXPOSED = 0.12  # part of a pipeline message in the steady state that no compute hides
+HIDDEN = 0.7  # part of the compute under which overlapped ZeRO traffic can hide
+PCIE = 25e9  # PCIe 4.0 x16, 32 GB/s, less protocol: bytes/s between a GPU and its host, in one direction
+HOST_ADAM = 20e9  # assumed: bytes/s of states that a GPU's share of its host can update
 SIMULATED = 20_000  # actions up to which the schedule itself is simulated; beyond that its closed form is used
 
 
@@ -41,6 +46,8 @@ class Machine:
     intra: float
     inter: float
     gpus_per_node: int
+    gemm: float
+    attention: float
 
     def link(self, group: int) -> float:
         """Bytes/s of a ring over ranks that span `group` consecutive GPUs."""
@@ -56,7 +63,8 @@ def machine_of(config: RunConfig) -> Machine | None:
     if gpu is None or peak is None or intra is None or inter is None or count is None:
         return None
     rate = peak * 1e12 / (2 if config.precision.dtype == "fp32" else 1)  # TF32 runs at half the bf16 rate
-    return Machine(rate, gpu.memory_gb_per_s * 1e9, intra * 1e9, inter * 1e9, count)
+    reached = (HOPPER_GEMM, HOPPER_ATTENTION) if peak > HOPPER_TFLOPS else (GEMM, ATTENTION)
+    return Machine(rate, gpu.memory_gb_per_s * 1e9, intra * 1e9, inter * 1e9, count, *reached)
 
 
 @dataclass(frozen=True)
@@ -92,22 +100,24 @@ class Work:
     tp: int
     sequence_parallel: bool
     element: int
+    head_dim: int
+    flash: bool
 
 
-def work_of(config: RunConfig) -> Work:
+def work_of(config: RunConfig, flash: bool = True) -> Work:
     """The shape of this configuration's layers."""
     m, tp = config.model, config.parallel.tp
     return Work(
         config.trainer.micro_batch_size * config.data.seq_len, config.data.seq_len, m.hidden_size,
         m.num_heads * m.head_dim // tp, max(m.num_kv_heads // tp, 1) * m.head_dim, m.ffn_hidden_size // tp,
         m.padded_vocab_size // tp, m.activation == "swiglu", tp, config.parallel.sequence_parallel,
-        BYTES[config.precision.dtype],
+        BYTES[config.precision.dtype], m.head_dim, flash,
     )  # fmt: skip
 
 
 def gemm_time(machine: Machine, rows: int, columns: int, depth: int, element: int) -> float:
     """Seconds of a matrix product [rows, depth] x [depth, columns]."""
-    efficiency = GEMM
+    efficiency = machine.gemm
     for dim in (rows, columns, depth):
         efficiency *= dim / (dim + GEMM_HALF)
     moved = element * (rows * columns + rows * depth + depth * columns)
@@ -123,11 +133,20 @@ def layer_forward(machine: Machine, work: Work) -> tuple[float, float, float]:
         (t, w.query + 2 * w.kv, w.hidden), (t, w.hidden, w.query), (t, gates * w.ffn, w.hidden), (t, w.hidden, w.ffn),
     )  # fmt: skip
     matrices = sum(gemm_time(machine, *shape, w.element) for shape in products)
-    # Two norms and two residual sums read and write the stream; the activation and the rotation theirs.
-    outside = 10 * w.hidden / (w.tp if w.sequence_parallel else 1)
+    outside = PASSES * w.hidden / (w.tp if w.sequence_parallel else 1)
+    # The activation and the rotation read and write theirs once.
     elementwise = t * w.element * (outside + (gates + 1) * w.ffn + 2 * (w.query + w.kv)) / (machine.memory * MEMORY)
-    core = 2 * t * w.seq_len * w.query / (machine.flops * ATTENTION)
-    return matrices + elementwise, core, 2 * ring(machine, w)
+    return matrices + elementwise, _core(machine, w), 2 * ring(machine, w)
+
+
+def _core(machine: Machine, work: Work) -> float:
+    """Seconds of softmax(q k) v, forward: fused, or written out as before FlashAttention."""
+    square = 4 * work.tokens * work.seq_len * work.query
+    if work.flash:
+        return square / 2 / (machine.flops * machine.attention)  # the causal half
+    # The scores are written by the product, read and written by softmax and by dropout, and read by the second product.
+    scores = work.tokens * work.seq_len * (work.query // work.head_dim)
+    return square / (machine.flops * machine.gemm / 2) + 6 * work.element * scores / (machine.memory * MEMORY)
 
 
 def ring(machine: Machine, work: Work) -> float:
@@ -145,10 +164,13 @@ def head_forward(machine: Machine, work: Work) -> float:
     return product + 12 * work.tokens * work.vocab / (machine.memory * MEMORY)
 
 
-def step_time(config: RunConfig, dp: int, machine: Machine, exact: bool = False) -> StepTime:
-    """Seconds of one optimizer step. `exact` simulates the schedule action by action where that is small enough."""
+def step_time(config: RunConfig, dp: int, machine: Machine, exact: bool = False, flash: bool = True) -> StepTime:
+    """Seconds of one optimizer step. `exact` simulates the schedule action by action where that is small enough.
+
+    Without `flash` attention is not fused, as in runs of before 2022.
+    """
     pp, chunks, count = config.parallel.pp, config.pipeline.chunks, num_microbatches(config, dp)
-    work = work_of(config)
+    work = work_of(config, flash)
     plain, core, communication = layer_forward(machine, work)
     again = {"none": 0.0, "selective": core, "full": plain + core}[config.recompute]
     layers = stage_layers(config)
@@ -218,7 +240,8 @@ def _update(config: RunConfig, dp: int, machine: Machine, count: int) -> dict[st
     return {"optimizer": optimizer, "offload": offload}
 
 
-def mfu(config: RunConfig, ranks: int, seconds: float, machine: Machine) -> float:
-    """Model FLOPs (full attention square, as Narayanan et al. 2021 count) over the peak of all GPUs."""
+def mfu(config: RunConfig, ranks: int, seconds: float, machine: Machine, causal_half: bool = False) -> float:
+    """Model FLOPs over the peak of all GPUs, with attention's full square (Narayanan et al. 2021) or its causal half."""
     tokens = config.trainer.global_batch_size * config.data.seq_len
-    return model_flops_per_token(config.model, config.data.seq_len) * tokens / (seconds * ranks * machine.flops)
+    flops = model_flops_per_token(config.model, config.data.seq_len, causal_half) * tokens
+    return flops / (seconds * ranks * machine.flops)
