@@ -13,7 +13,7 @@ from gpt3d.config.problems import ConfigError
 from gpt3d.config.rules import check, memory
 from gpt3d.config.schema import RunConfig
 from gpt3d.planner.report import memory_plan, memory_text, plan_data
-from gpt3d.planner.search import search
+from gpt3d.planner.search import require_known, search
 from gpt3d.planner.search_report import search_data, search_text
 from gpt3d.planner.time import machine_of
 from gpt3d.planner.time_report import time_data, time_text
@@ -35,21 +35,30 @@ def main() -> None:
     plain = not any(argument.startswith("-") for argument in argv)
     no_run_folder = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"] if plain else []
     sys.argv[1:] = [*argv, *no_run_folder]
-    run_cli(plan_layout, HELP)
+    run_cli(plan, HELP, check=check_plan)
+
+
+def check_plan(config: RunConfig) -> None:
+    """Raise ConfigError for what can't be planned: a layout against the rules, a search for unknown GPUs."""
+    if config.search:
+        require_known(config)
+    elif problems := check(config, World(), leave_out=[memory]):  # that it is too large is what the plan says
+        raise ConfigError(problems)
+
+
+def plan(config: RunConfig) -> None:
+    """Print the plan of this layout, or the result of the search; leaves the process with the verdict as exit code."""
+    (plan_search if config.search else plan_layout)(config)
 
 
 def plan_layout(config: RunConfig) -> None:
-    """Print the memory plan of this layout; leaves the process with the verdict as exit code."""
-    if config.search:
-        plan_search(config)
-    if problems := check(config, World(), leave_out=[memory]):
-        raise ConfigError(problems)
-    plan, machine = memory_plan(config), machine_of(config)
-    text, data = memory_text(plan), plan_data(plan)
+    """Print memory and time of this layout; the exit code says whether it fits."""
+    layout, machine = memory_plan(config), machine_of(config)
+    text, data = memory_text(layout), plan_data(layout)
     if machine is not None:
-        text += "\n\n" + time_text(config, plan.dp, machine)
-        data |= time_data(config, plan.dp, machine)
-    _finish(config, text, data, plan.fits is not False)
+        text += "\n\n" + time_text(config, layout.dp, machine)
+        data |= time_data(config, layout.dp, machine)
+    _finish(config, text, data, layout.fits is not False)
 
 
 def plan_search(config: RunConfig) -> None:
@@ -61,7 +70,10 @@ def plan_search(config: RunConfig) -> None:
 def _finish(config: RunConfig, text: str, data: dict[str, Any], good: bool) -> None:
     print(text)
     if config.plan_json is not None:
-        Path(config.plan_json).write_text(json.dumps(data, indent=2) + "\n")
+        try:
+            Path(config.plan_json).write_text(json.dumps(data, indent=2) + "\n")
+        except OSError as error:
+            sys.exit(f"gpt3d: plan_json={config.plan_json} can't be written: {error.strerror}")
     sys.exit(0 if good else 1)
 
 

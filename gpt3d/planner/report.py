@@ -83,7 +83,7 @@ def memory_text(plan: MemoryPlan) -> str:
         "",
         *_state_lines(config, dp),
         "",
-        "One rank of each pipeline stage, at its peak; GB are 2^30 bytes:",
+        "One rank of each pipeline stage, at its peak; GB are 2^30 bytes, MB 2^20:",
         *columns(_stage_rows(plan)),
         f"  margin: {CONTEXT_GB:g} GB for the CUDA context and cuBLAS, {NCCL_GB:g} GB for NCCL on each axis above 1, "
         f"{FRAGMENTATION:.0%} of activations, logits and buffers for fragmentation",
@@ -101,10 +101,10 @@ def verdict(plan: MemoryPlan) -> str:
         helps = "\n  what would help: " + "; ".join([*what_helps(plan.config, plan.dp, need), "search=true"])
     stage = f"stage {plan.stages.index(need)} needs {size(need.total)}"
     if plan.gpu_gb is None:
-        names = ", ".join(plan.candidates())
+        names = plan.candidates()
         if not names:
             return f"does not fit: {stage}, more than any GPU of the hardware table has{helps}"
-        return f"no GPU is named (cluster=h100, or cluster.gpu_memory_gb=N): {stage}, which fits {names}"
+        return f"no GPU is named (cluster=h100, or cluster.gpu_memory_gb=N): {stage}, which fits {', '.join(names[:4])}{' and larger' if names[4:] else ''}"
     if plan.host_gb is not None and plan.host_need > plan.host_gb * GB:
         return f"does not fit: {size(plan.host_need)} of host memory on a machine of {plan.host_gb:,g} GB{helps}"
     words = "fits" if plan.fits else "does not fit"
@@ -137,28 +137,34 @@ def _state_lines(config: RunConfig, dp: int) -> list[str]:
     total = each * count
     named = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)b$", config.model.name)
     nominal = f"; counted as {named[1]}e9 parameters {each * float(named[1]):,.0f} GB" if named else ""
+    share = count / (config.parallel.tp * config.parallel.pp)
+    unit, name = unit_of(share * each)
     lines = [
         f"{count:,} parameters x {each} bytes ({own.weights} weight + {own.gradients} gradient + {own.optimizer} "
         f"optimizer) = {total:,} bytes",
         f"  = {total / 1e9:,.1f} GB of 10^9 ({total / GB:,.1f} of 2^30){nominal}, before activations",
-        f"  divided over tp x pp = {config.parallel.tp * config.parallel.pp} and by ZeRO over dp copies, GB a GPU:",
+        f"  divided over tp x pp = {config.parallel.tp * config.parallel.pp} and by ZeRO over dp copies, {name} a GPU:",
     ]
     degrees = sorted({dp, 8, 64})
     rows = [["  ZeRO", "bytes a parameter", *(f"dp {d}" for d in degrees)]]
     for stage in range(4):
         kind = state_bytes(precision.dtype, precision.grad_dtype, stage)
         formula = " + ".join([str(kind.whole)] * bool(kind.whole) + [f"{kind.divided}/dp"] * bool(kind.divided))
-        share = count / (config.parallel.tp * config.parallel.pp) / GB
-        sizes = [f"{share * (kind.whole + kind.divided / d):,.1f}" for d in degrees]
+        sizes = [f"{share * (kind.whole + kind.divided / d) / unit:,.1f}" for d in degrees]
         rows.append([f"  {stage}", formula, *sizes])
     return lines + columns(rows)
+
+
+def unit_of(count: float) -> tuple[int, str]:
+    """The unit in which to show sizes of which `count` is the largest: GB of 2^30 bytes, or MB of 2^20."""
+    return (GB, "GB") if count >= GB else (2**20, "MB")
 
 
 def _stage_rows(plan: MemoryPlan) -> list[list[str]]:
     """Header and one row a stage; of a long pipeline the ends and the fullest."""
     config, pp = plan.config, plan.config.parallel.pp
     parts = [name for name in PARTS if any(getattr(memory, name) for memory in plan.stages)]
-    unit, name = (GB, "GB") if plan.fullest.total > GB else (2**20, "MB")
+    unit, name = unit_of(plan.fullest.device)
     rows = [["stage", "layers", "in flight", "parameters", *parts, f"total {name}"]]
     held = pairs_in_flight(config.pipeline.schedule, pp, config.pipeline.chunks, num_microbatches(config, plan.dp))
     shown = set(range(pp)) if pp <= SHOWN_STAGES else {0, 1, 2, plan.stages.index(plan.fullest), pp - 2, pp - 1}

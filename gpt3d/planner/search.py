@@ -54,11 +54,7 @@ class Found:
 
 def search(config: RunConfig) -> Found:
     """Search around `config`. ConfigError if the cluster's figures aren't known."""
-    machine, gpu_gb = machine_of(config), gpu_memory(config.cluster)
-    if machine is None or gpu_gb is None:
-        why = "the search needs the GPU's memory and peak, its links and the GPUs of a node, and not all are known"
-        fix = "a named cluster (cluster=h100, cluster.nodes=8); or set cluster.gpu and cluster.*_gb_per_s"
-        raise ConfigError([Problem("cluster", config.cluster.name, why, fix)])
+    machine, gpu_gb = require_known(config)
     ranks = available_ranks(config, World()) or total_ranks(config, World())
     best: dict[tuple[int, int, int, str], tuple[float, RunConfig, int]] = {}
     legal = fitting = 0
@@ -77,6 +73,16 @@ def search(config: RunConfig) -> Found:
             plans.append(Plan(candidate, dp, step_time(candidate, dp, machine), largest(candidate, dp) / GB))
     changes = [] if plans else list(_changes(config, ranks))
     return Found(config, ranks, machine, plans, legal, fitting, _own(config, machine), changes)
+
+
+def require_known(config: RunConfig) -> tuple[Machine, float]:
+    """The cluster's figures and GB of one GPU. ConfigError if they aren't known."""
+    machine, gpu_gb = machine_of(config), gpu_memory(config.cluster)
+    if machine is None or gpu_gb is None:
+        why = "the search needs the GPU's memory and peak, its links and the GPUs of a node, and not all are known"
+        fix = "a named cluster (cluster=h100, cluster.nodes=8); or set cluster.gpu and cluster.*_gb_per_s"
+        raise ConfigError([Problem("cluster", config.cluster.name, why, fix)])
+    return machine, gpu_gb
 
 
 def candidates(config: RunConfig, ranks: int, leanest: bool = False) -> Iterator[tuple[RunConfig, int]]:
@@ -159,8 +165,7 @@ def _own(config: RunConfig, machine: Machine) -> Plan | str:
 
 def exists(config: RunConfig, ranks: int) -> bool:
     """Whether any layout fits."""
-    machine, gpu_gb = machine_of(config), gpu_memory(config.cluster)
-    assert machine is not None and gpu_gb is not None
+    machine, gpu_gb = require_known(config)
     lean = candidates(config, ranks, leanest=True)
     return any(largest(c, dp) <= gpu_gb * GB and _host_holds(c, dp, machine) for c, dp in lean)
 

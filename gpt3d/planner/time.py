@@ -241,7 +241,7 @@ def _update(config: RunConfig, dp: int, machine: Machine, count: int) -> dict[st
 
 
 def mfu(config: RunConfig, ranks: int, seconds: float, machine: Machine, causal_half: bool = False) -> float:
-    """Model FLOPs over the peak of all GPUs, with attention's full square (Narayanan et al. 2021) or its causal half."""
+    """Model FLOPs over the peak of all GPUs, counting attention's full square (Narayanan et al. 2021) or half."""
     tokens = config.trainer.global_batch_size * config.data.seq_len
     flops = model_flops_per_token(config.model, config.data.seq_len, causal_half) * tokens
     return flops / (seconds * ranks * machine.flops)

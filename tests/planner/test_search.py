@@ -40,7 +40,7 @@ def test_candidates_are_legal_and_the_fullest_stage_is_found(make: Make) -> None
 
 
 def test_the_users_own_layout_is_judged(make: Make) -> None:
-    config = make("70b", {"cluster.nodes": 8, "trainer.global_batch_size": 64, "recompute": "full"})
+    config = make("70b", {"cluster.nodes": 4, "trainer.global_batch_size": 16, "recompute": "full"})
     found = search(config)
     assert isinstance(found.own, Plan) and found.own.time.total > found.plans[0].time.total
     assert "times as long, most of it" in search_text(found)

@@ -35,8 +35,8 @@ def test_what_costs_time(make: Make) -> None:
     assert step_time(config, 2, machine).compute == pytest.approx(2 * base.compute)
 
 
-# Korthikanti et al. 2022, table 5, on A100s, TP 8, without fused attention: layers, hidden, heads, pp, chunks, micro batch,
-# batch; seconds a step with full recompute and without SP, and with selective recompute and SP.
+# Korthikanti et al. 2022, table 5, on A100s, TP 8, without fused attention: layers, hidden, heads, pp, chunks, micro
+# batch, batch; seconds a step with full recompute and without SP, and with selective recompute and SP.
 TABLE_5 = {
     "22B": (48, 6144, 64, 1, 1, 4, 4, 1.42, 1.10),
     "175B": (96, 12288, 96, 8, 3, 1, 64, 18.13, 13.75),
