@@ -104,7 +104,8 @@ def verdict(plan: MemoryPlan) -> str:
         names = plan.candidates()
         if not names:
             return f"does not fit: {stage}, more than any GPU of the hardware table has{helps}"
-        return f"no GPU is named (cluster=h100, or cluster.gpu_memory_gb=N): {stage}, which fits {', '.join(names[:4])}{' and larger' if names[4:] else ''}"
+        some = ", ".join(names[:4]) + (" and larger" if names[4:] else "")
+        return f"no GPU is named (cluster=h100, or cluster.gpu_memory_gb=N): {stage}, which fits {some}"
     if plan.host_gb is not None and plan.host_need > plan.host_gb * GB:
         return f"does not fit: {size(plan.host_need)} of host memory on a machine of {plan.host_gb:,g} GB{helps}"
     words = "fits" if plan.fits else "does not fit"
