@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpt3d.config.schema import RunConfig
-from gpt3d.planner.memory import GB, RankMemory, size, worst_rank
+from gpt3d.planner.memory import RankMemory, size, worst_rank
 from gpt3d.planner.table import columns
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "step", "buffers", "margin")
@@ -53,8 +53,3 @@ def what_helps(config: RunConfig, dp: int, need: RankMemory) -> Iterator[str]:
             yield "zero=3, or zero=3_offload"
         elif config.zero.stage == 3 and config.zero.offload_optimizer == "none":
             yield "zero=3_offload"
-
-
-def fits(need: RankMemory, gpu_memory_gb: float) -> bool:
-    """All of it, the margin too, is in a GPU of so many GB."""
-    return need.total <= gpu_memory_gb * GB
