@@ -71,6 +71,14 @@ def stage_layers(config: RunConfig) -> list[int]:
     return [len(held) for held in split_layers(layers, pieces, p.embedding_layers, p.head_layers)]
 
 
+def even_split(layers: int, pieces: int) -> list[int]:
+    """Layers of each piece, the most even split; the first and last are the smaller: they hold embedding and head."""
+    split, short = [-(-layers // pieces)] * pieces, -(-layers // pieces) * pieces - layers
+    for i in sorted(range(pieces), key=lambda i: min(i, pieces - 1 - i))[:short]:
+        split[i] -= 1
+    return split
+
+
 def tp_splits_heads(model: ModelConfig, tp: int) -> bool:
     """Each rank gets whole query heads, and whole KV heads or one copied KV head."""
     kv = model.num_kv_heads

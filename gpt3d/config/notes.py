@@ -44,8 +44,8 @@ def _choices(config: RunConfig, world: World) -> Iterator[str]:
         yield f"pipeline bubble {bubble:.0%} of a step: {count} microbatches over {parallel.pp} stages; more shrink it"
     yield from zero_cost(config, dp)
     if device == "cuda" and config.cluster.gpu_memory_gb:
-        need = worst_rank(config, dp).device
-        full = " and may not fit" if need > 0.92 * config.cluster.gpu_memory_gb * GB else ""
+        need = worst_rank(config, dp).total
+        full = " and may not fit" if need > config.cluster.gpu_memory_gb * GB else ""
         yield f"about {size(need)} of {config.cluster.gpu_memory_gb:g} GB on the fullest GPU{full}"
     if device == "cpu" and config.precision.dtype == "bf16":
         yield "bf16 on a CPU without AMX is many times slower than fp32; it is meant for tests"
@@ -71,3 +71,6 @@ def _without_effect(config: RunConfig, world: World) -> Iterator[str]:
         yield "no clipping: optimizer.grad_clip=0"
     if parallel.allow_cross_node_tp and config.cluster.nodes == 1:
         yield "no effect: parallel.allow_cross_node_tp=true, since there is one node"
+    for key, value in (("search", config.search), ("plan_json", config.plan_json)):
+        if value:
+            yield f"no effect: {key}, which is for python -m gpt3d.plan"

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 from gpt3d.config.arithmetic import (
     World,
     available_ranks,
     device_of,
+    even_split,
     legal_tp,
     model_ranks,
     multiples_around,
@@ -28,16 +29,17 @@ from gpt3d.config.arithmetic import (
 from gpt3d.config.deepspeed import contradictions
 from gpt3d.config.problems import ConfigError, Problem, nearest
 from gpt3d.config.schema import RunConfig, leaves
-from gpt3d.planner.memory import GB, describe_need, run_memory, size, worst_rank
+from gpt3d.planner.memory import GB, run_memory, size, worst_rank
+from gpt3d.planner.need import describe_need
 
 Rule = Callable[[RunConfig, World], Iterator[Problem]]
 
 
-def check(config: RunConfig, world: World) -> list[Problem]:
+def check(config: RunConfig, world: World, leave_out: Sequence[Rule] = ()) -> list[Problem]:
     """Every reason why this configuration can't run in this world; empty if it can."""
     broken = list(limits(config))
     usable = _neutral(config, broken)
-    found = [problem for rule in RULES for problem in rule(usable, world)]
+    found = [problem for rule in RULES if rule not in leave_out for problem in rule(usable, world)]
     return broken + [problem for problem in found if not any(wrong.key in str(problem) for wrong in broken)]
 
 
@@ -168,14 +170,10 @@ def pipeline(config: RunConfig, world: World) -> Iterator[Problem]:
 
 
 def _even_split(layers: int, pieces: int) -> str:
-    """The most even uneven split, the first and last pieces smaller: they hold the embedding and the output layer."""
+    """The most even uneven split, as an override."""
     if layers < pieces:
         return f"at most {layers} pieces, since each needs a layer"
-    split, short = [-(-layers // pieces)] * pieces, -(-layers // pieces) * pieces - layers
-    order = sorted(range(pieces), key=lambda i: min(i, pieces - 1 - i))
-    for i in order[:short]:
-        split[i] -= 1
-    return f"for unequal stages parallel.layers_per_stage=[{','.join(map(str, split))}]"
+    return f"for unequal stages parallel.layers_per_stage=[{','.join(map(str, even_split(layers, pieces)))}]"
 
 
 def ranks(config: RunConfig, world: World) -> Iterator[Problem]:
@@ -214,7 +212,7 @@ def machine(config: RunConfig, world: World) -> Iterator[Problem]:
     if _too_few(config, world):
         why = f"the run wants {total_ranks(config, world)} GPUs and this machine has {world.gpus}"
         if _sizes_divide(config, world):
-            why += ". " + describe_need(config, resolve_dp(config, world))
+            why += ".\n    " + describe_need(config, resolve_dp(config, world))
         fix = "torchrun or srun on enough machines, or a layout for this one" + (
             " (parallel=single is one rank)" if world.gpus else ""
         )
@@ -236,15 +234,15 @@ def memory(config: RunConfig, world: World) -> Iterator[Problem]:
     dp, device = resolve_dp(config, world), device_of(config.cluster, world)
     need, cluster = worst_rank(config, dp), config.cluster
     if device == "cuda" and cluster.gpu_memory_gb is not None and need.state > cluster.gpu_memory_gb * GB:
-        why = f"weights, gradients and optimizer alone don't fit into {cluster.gpu_memory_gb:g} GB: "
-        yield Problem(
-            "model", None, why + describe_need(config, dp), "a larger tp or pp, a higher zero stage, more ranks"
-        )
+        why = f"weights, gradients and optimizer alone don't fit into {cluster.gpu_memory_gb:g} GB.\n    "
+        fix = "a larger tp or pp, a higher zero stage, more ranks; python -m gpt3d.plan search=true finds layouts"
+        yield Problem("model", None, why + describe_need(config, dp), fix)
     local_nodes = 1 if world.ranks is None or not world.ranks_per_node else world.ranks // world.ranks_per_node
     if device == "cpu" and world.host_memory_gb is not None:
         total = run_memory(config, dp) / max(1, local_nodes)
         if total > world.host_memory_gb * GB:
-            why = f"the ranks on this machine need about {size(total)} and it has {size(world.host_memory_gb * GB)}. "
+            has = size(world.host_memory_gb * GB)
+            why = f"the ranks on this machine need about {size(total)} and it has {has}.\n    "
             yield Problem(
                 "model",
                 None,

@@ -311,6 +311,8 @@ class RunConfig:
     init_from: Optional[str] = None
     run_name: str = MISSING
     run_dir: Optional[str] = None
+    search: bool = False
+    plan_json: Optional[str] = None
 
 
 @dataclass(frozen=True)

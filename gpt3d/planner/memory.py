@@ -1,32 +1,42 @@
-"""Memory a rank needs, from the configuration alone: model state by ZeRO stage, activations, logits.
+"""Memory a rank needs, from the configuration alone, part by part.
 
-Model state: Rajbhandari et al. 2020 (ZeRO), section 3. Activations: Korthikanti et al. 2022, table 2. Not counted: the
-CUDA context, NCCL's buffers and the allocator's fragmentation, together some GB a GPU.
+Model state: Rajbhandari et al. 2020 (ZeRO), section 3, with what DeepSpeed keeps beyond it. Activations: Korthikanti et
+al. 2022, table 2, corrected to what this model's layers really save. GB is 2^30 bytes, as GPU vendors count memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cache
 
 from gpt3d.config.arithmetic import num_microbatches, stage_layers
 from gpt3d.config.schema import ModelConfig, RunConfig
 from gpt3d.model.flops import layer_parameters, norm_parameters
+from gpt3d.pipeline.check import check
+from gpt3d.pipeline.schedule import all_ranks
 
 GB = 2**30
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+# The margin: what no count of tensors shows. Rounded up from what is usually seen on A100 and H100 nodes; not measured.
+CONTEXT_GB = 0.75  # CUDA context with its kernels, and cuBLAS's workspaces
+NCCL_GB = 0.4  # buffers of one communicator over NVLink or InfiniBand
+FRAGMENTATION = 0.04  # holes in the caching allocator's blocks, of everything that comes and goes within a step
 
 
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes of one rank. All on the device but `host`, which is what offloading puts into its machine's memory."""
 
+    parameters: int  # their number, before ZeRO shards them
     weights: int
     gradients: int
     optimizer: int
-    gathered: int
-    buckets: int
     activations: int
     logits: int
+    buffers: int
+    margin: int
+    update: int  # fp32 copies of gradients while the optimizer steps, when activations and logits are gone
     host: int
 
     @property
@@ -35,9 +45,53 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer
 
     @property
+    def step(self) -> int:
+        """What the optimizer step needs beyond the memory of the activations and logits, which are gone by then."""
+        return max(0, self.update - self.activations - self.logits)
+
+    @property
     def device(self) -> int:
-        """Everything on the device at the peak."""
-        return self.state + self.gathered + self.buckets + self.activations + self.logits
+        """Every tensor on the device at the peak."""
+        return self.state + self.activations + self.logits + self.step + self.buffers
+
+    @property
+    def total(self) -> int:
+        """What a GPU must have: all tensors, and the margin for the CUDA context, NCCL and fragmentation."""
+        return self.device + self.margin
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes a parameter of weights, gradients and optimizer states on a rank; `shared` are divided by dp."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    shared: tuple[bool, bool, bool]
+
+    @property
+    def whole(self) -> int:
+        """Bytes a parameter that every copy of the model holds."""
+        return sum(size for size, cut in zip(self._sizes, self.shared, strict=True) if not cut)
+
+    @property
+    def divided(self) -> int:
+        """Bytes a parameter that the copies divide among them."""
+        return sum(self._sizes) - self.whole
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.weights, self.gradients, self.optimizer
+
+
+def state_bytes(dtype: str, grad_dtype: str, zero_stage: int) -> StateBytes:
+    """Mixed-precision Adam: 2 + 2 + 12 with bf16 gradients. ZeRO 1, 2, 3 divide the 12, then the gradient, then all.
+
+    The 12 are fp32 master and two moments. DeepSpeed keeps the master even where the parameter is fp32 already.
+    """
+    optimizer = 8 if dtype == "fp32" and zero_stage == 0 else 12
+    cut = (zero_stage >= 3, zero_stage >= 2, zero_stage >= 1)
+    return StateBytes(BYTES[dtype], BYTES[grad_dtype], optimizer, cut)
 
 
 def stage_parameters(config: RunConfig, stage: int) -> int:
@@ -48,8 +102,8 @@ def stage_parameters(config: RunConfig, stage: int) -> int:
 def piece_parameters(config: RunConfig) -> list[int]:
     """The same for each of the pp x chunks pieces, in model order; a head tied on the embedding's rank is no copy."""
     model, tp = config.model, config.parallel.tp
-    rows = model.padded_vocab_size // tp * model.hidden_size
-    counts = [layers * layer_parameters(model, tp) for layers in stage_layers(config)]
+    rows, layer = model.padded_vocab_size // tp * model.hidden_size, layer_parameters(model, tp)
+    counts = [layers * layer for layers in stage_layers(config)]
     counts[0] += rows + (model.max_seq_len * model.hidden_size if model.position == "learned" else 0)
     counts[-1] += norm_parameters(model)
     counts[-1] += 0 if model.tied_embeddings and config.parallel.pp == 1 else rows
@@ -65,6 +119,7 @@ def layer_activations(
     recompute: str = "none",
     element: int = 2,
     flash: bool = True,
+    on_cpu: bool = False,
 ) -> int:
     """Bytes that one layer keeps of one microbatch for its backward pass; `element` is the size of a number.
 
@@ -75,11 +130,12 @@ def layer_activations(
     outside = tp if sequence_parallel else 1
     if recompute == "full":
         return tokens * h * element // outside
-    query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    query, kv = model.num_heads * model.head_dim // tp, max(model.num_kv_heads // tp, 1) * model.head_dim
     # Inputs of two norms, of QKV and of the MLP, and two 1-byte dropout masks: whole on every tp rank without SP.
-    whole = 4 * h * element + (2 * h if model.hidden_dropout else 0)
-    # Query, the copied or split keys and values, and the input of the output projection.
-    attention = (2 * query // tp + 2 * max(kv // tp, model.head_dim)) * element
+    whole = 2 * (h * element + _norm(model, element, on_cpu)) + (2 * h if model.hidden_dropout else 0)
+    # The output of QKV, in one piece, and the core's output; the fused kernel keeps rotated queries and keys as well.
+    rotated = query + kv if model.position == "rope" and recompute == "none" else 0
+    attention = (2 * query + 2 * kv + rotated) * element
     # GELU keeps its input and output; SwiGLU gate, up, silu(gate) and their product.
     mlp = (4 if model.activation == "swiglu" else 2) * model.ffn_hidden_size // tp * element
     matrix = 0
@@ -89,62 +145,121 @@ def layer_activations(
     return tokens * (whole // outside + attention + mlp + matrix)
 
 
+def _norm(model: ModelConfig, element: int, on_cpu: bool) -> int:
+    """Bytes a token that a norm keeps: its input; torch's RMSNorm on a CPU keeps that and the result, both in fp32."""
+    return model.hidden_size * (8 if on_cpu and model.norm == "rmsnorm" else element)
+
+
+@cache
+def pairs_in_flight(schedule: str, pp: int, chunks: int, microbatches: int) -> list[int]:
+    """(microbatch, chunk) pairs whose activations each stage holds at its peak, counted on the schedule itself.
+
+    All schedules but GPipe hold no more after 4 pp microbatches: longer steps are not unrolled.
+    """
+    if schedule == "gpipe":
+        return [microbatches * chunks] * pp
+    if pp == 1:
+        return [chunks]
+    if schedule == "interleaved" and chunks == 1:
+        schedule = "1f1b"
+    return check(all_ranks(schedule, pp, chunks, min(microbatches, 4 * pp)), pp, chunks).in_flight
+
+
 def layers_in_flight(config: RunConfig, dp: int, stage: int) -> float:
     """Layers x microbatches whose activations this stage holds at its peak.
 
-    GPipe: every microbatch. 1F1B: stage i holds min(pp - i, m) of them. Interleaved: its warm-up chunks and one more
-    (Narayanan et al. 2021), on the first stage L (1 + (p-1)/(pv)) layers.
+    On the first stage of 1F1B all L layers' worth, of the interleaved schedule L (1 + (p-1)/(pv)).
     """
-    pp, chunks, m = config.parallel.pp, config.pipeline.chunks, num_microbatches(config, dp)
-    layers = sum(stage_layers(config)[stage::pp])
-    if config.pipeline.schedule == "gpipe":
-        return layers * m
-    if config.pipeline.schedule == "interleaved":
-        held = min(2 * (pp - stage - 1) + (chunks - 1) * pp + 1, m * chunks)
-        return layers * held / chunks
-    return layers * min(pp - stage, m)
+    pp, chunks = config.parallel.pp, config.pipeline.chunks
+    count = max(1, num_microbatches(config, dp))  # a batch that doesn't divide is another rule's matter
+    held = pairs_in_flight(config.pipeline.schedule, pp, chunks, count)[stage]
+    return sum(stage_layers(config)[stage::pp]) * held / chunks
 
 
-def stage_memory(config: RunConfig, dp: int, stage: int) -> RankMemory:
+def stage_memory(config: RunConfig, dp: int, stage: int, on_cpu: bool = False, flash: bool = True) -> RankMemory:
     """Bytes of one rank of this pipeline stage."""
-    zero, model, tp = config.zero, config.model, config.parallel.tp
+    zero, precision = config.zero, config.precision
     parameters = stage_parameters(config, stage)
-    compute = _BYTES[config.precision.dtype]
+    kinds = state_bytes(precision.dtype, precision.grad_dtype, zero.stage)
 
-    def shard(size: int, from_stage: int) -> int:
-        return -(-size // dp) if zero.stage >= from_stage else size
+    def held(size: int, cut: bool) -> int:
+        return -(-parameters * size // dp) if cut else parameters * size
 
-    weights = shard(parameters * compute, 3)
-    gradients = shard(parameters * _BYTES[config.precision.grad_dtype], 2)
-    # Adam's two fp32 moments, and fp32 master weights: kept by DeepSpeed even where the parameters are fp32 already.
-    optimizer = shard(parameters * (8 if compute == 4 and zero.stage == 0 else 12), 1)
+    weights, gradients, optimizer = map(held, (kinds.weights, kinds.gradients, kinds.optimizer), kinds.shared)
+    # The update works on fp32 gradients of what this rank updates; an fp32 accumulator that isn't sharded serves as is.
+    update = 0 if kinds.gradients == 4 and zero.stage < 2 else held(4, zero.stage >= 1)
     host = 0
     if zero.offload_optimizer == "cpu":
+        host, optimizer, update = optimizer, 0, 0
         # From stage 2 on the reduced gradients go to the host as well, where the update happens.
-        host, optimizer = host + optimizer, 0
         if zero.stage >= 2:
             host, gradients = host + gradients, 0
     if zero.offload_param == "cpu":
         host, weights = host + weights, 0
-
-    # Stage 3 gathers a layer while it computes and the next one ahead.
-    gathered = 2 * layer_parameters(model, tp) * compute if zero.stage == 3 else 0
-    buckets = zero.reduce_bucket_size * compute * (2 if zero.overlap_comm else 1) if zero.stage >= 2 else 0
-
-    batch, seq = config.trainer.micro_batch_size, config.data.seq_len
-    sp = config.parallel.sequence_parallel and tp > 1
-    one_layer = layer_activations(model, batch, seq, tp, sp, config.recompute, compute)
-    activations = int(layers_in_flight(config, dp, stage) * one_layer)
-    if config.recompute == "full":
-        activations += layer_activations(model, batch, seq, tp, sp, "none", compute)
-    last = stage == config.parallel.pp - 1
-    logits = 4 * batch * seq * (model.padded_vocab_size // tp) if last else 0
-    return RankMemory(weights, gradients, optimizer, gathered, buckets, activations, logits, host)
+    activations = _activations(config, dp, stage, on_cpu, flash)
+    logits = _logits(config, dp, stage)
+    buffers = _buffers(config, stage)
+    axes = (config.parallel.tp, config.parallel.pp, dp)
+    fixed = CONTEXT_GB + NCCL_GB * sum(axis > 1 for axis in axes)
+    margin = int(fixed * GB + FRAGMENTATION * (activations + logits + buffers))
+    return RankMemory(
+        parameters, weights, gradients, optimizer, activations, logits, buffers, margin, update, host
+    )  # fmt: skip
 
 
-def memory_by_stage(config: RunConfig, dp: int) -> list[RankMemory]:
+def _activations(config: RunConfig, dp: int, stage: int, on_cpu: bool, flash: bool) -> int:
+    """What the layers keep of the microbatches in flight, and the layer that is being computed again."""
+    tp, element = config.parallel.tp, BYTES[config.precision.dtype]
+    micro, seq, sp = config.trainer.micro_batch_size, config.data.seq_len, config.parallel.sequence_parallel and tp > 1
+
+    def one_layer(recompute: str) -> int:
+        return layer_activations(config.model, micro, seq, tp, sp, recompute, element, flash, on_cpu)
+
+    kept = int(layers_in_flight(config, dp, stage) * one_layer(config.recompute))
+    kept += one_layer("none") if config.recompute == "full" else 0
+    if stage < config.parallel.pp - 1:
+        return kept
+    # The final norm's input and output.
+    norm = config.model.hidden_size * element + _norm(config.model, element, on_cpu)
+    return kept + (1 + _heads_in_flight(config, dp)) * (micro * seq * norm // (tp if sp else 1))
+
+
+def _heads_in_flight(config: RunConfig, dp: int) -> int:
+    """Microbatches beyond the one at work whose head still holds something: all under GPipe, which keeps the logits;
+    those whose weight gradient is to come under zb_h1, which keeps the logits' gradient."""
+    others, kind = max(0, num_microbatches(config, dp) - 1), config.pipeline.schedule
+    return others if kind == "gpipe" else min(config.parallel.pp - 1, others) if kind == "zb_h1" else 0
+
+
+def _logits(config: RunConfig, dp: int, stage: int) -> int:
+    """Logits on the last stage: in fp32, and beside that in the compute type while they are made or differentiated."""
+    if stage < config.parallel.pp - 1:
+        return 0
+    element, tokens = BYTES[config.precision.dtype], config.trainer.micro_batch_size * config.data.seq_len
+    numbers = tokens * (config.model.padded_vocab_size // config.parallel.tp)
+    kept = 4 if config.pipeline.schedule == "gpipe" else element
+    return numbers * (4 + (element if element < 4 else 0) + _heads_in_flight(config, dp) * kept)
+
+
+def _buffers(config: RunConfig, stage: int) -> int:
+    """What is there for moving or making something else: ZeRO's buckets and gathered parameters, pipeline messages, and
+    the gradients inside the layer that runs its backward (with SP, also its gathered input and output gradient)."""
+    model, zero, pp, tp = config.model, config.zero, config.parallel.pp, config.parallel.tp
+    element, tokens = BYTES[config.precision.dtype], config.trainer.micro_batch_size * config.data.seq_len
+    sp = tp if config.parallel.sequence_parallel else 1
+    buckets = zero.reduce_bucket_size * element * (2 if zero.overlap_comm else 1) if zero.stage >= 2 else 0
+    gathered = 0
+    if zero.stage == 3:  # a part while it computes and the next one ahead; embedding and head are parts too
+        layer, rows = layer_parameters(model, tp), model.padded_vocab_size // tp * model.hidden_size
+        gathered = (layer + max(layer, rows if stage in (0, pp - 1) else 0)) * element
+    messages = 4 * tokens * model.hidden_size // sp * element if pp > 1 else 0  # two each way, one on its way
+    width = (4 if model.activation == "swiglu" else 2) * model.ffn_hidden_size // tp + 2 * model.hidden_size
+    return buckets + gathered + messages + tokens * width * element
+
+
+def memory_by_stage(config: RunConfig, dp: int, on_cpu: bool = False) -> list[RankMemory]:
     """Bytes of one rank of each pipeline stage."""
-    return [stage_memory(config, dp, stage) for stage in range(config.parallel.pp)]
+    return [stage_memory(config, dp, stage, on_cpu) for stage in range(config.parallel.pp)]
 
 
 def worst_rank(config: RunConfig, dp: int) -> RankMemory:
@@ -152,30 +267,29 @@ def worst_rank(config: RunConfig, dp: int) -> RankMemory:
     return max(memory_by_stage(config, dp), key=lambda memory: memory.device)
 
 
+def ranks_a_stage(config: RunConfig, dp: int) -> int:
+    """Ranks that hold the same pipeline stage: tp x cp x dp."""
+    return config.parallel.tp * config.parallel.cp * dp
+
+
+def host_by_node(config: RunConfig, dp: int, ranks_a_node: int) -> int:
+    """Bytes that offloading puts into the fullest machine. Ranks are numbered stage after stage."""
+    stages = [memory.host for memory in memory_by_stage(config, dp) for _ in range(ranks_a_stage(config, dp))]
+    return max(sum(stages[first : first + ranks_a_node]) for first in range(0, len(stages), ranks_a_node))
+
+
 def run_memory(config: RunConfig, dp: int) -> int:
     """Bytes of all ranks together, device and host: what a CPU run takes from its machines' memory.
 
     Without the buckets: on a CPU the part of them that is never written takes no memory.
     """
-    ranks_per_stage = config.parallel.tp * config.parallel.cp * dp
-    per_stage = (memory.device - memory.buckets + memory.host for memory in memory_by_stage(config, dp))
-    return ranks_per_stage * sum(per_stage)
+    zero = config.zero
+    unwritten = zero.reduce_bucket_size * BYTES[config.precision.dtype] * (2 if zero.overlap_comm else 1)
+    buckets = unwritten if zero.stage >= 2 else 0
+    per_stage = (memory.device - buckets + memory.host for memory in memory_by_stage(config, dp, on_cpu=True))
+    return ranks_a_stage(config, dp) * sum(per_stage)
 
 
 def size(count: float) -> str:
     """Bytes as text: GB of 2^30, MB of 2^20."""
     return f"{count / GB:,.1f} GB" if count >= GB / 10 else f"{count / 2**20:,.1f} MB"
-
-
-def describe_need(config: RunConfig, dp: int) -> str:
-    """One sentence: how many ranks this layout wants and what the fullest of them needs."""
-    need, parallel = worst_rank(config, dp), config.parallel
-    ranks = parallel.tp * parallel.cp * parallel.pp * dp
-    parts = {field.name: getattr(need, field.name) for field in fields(need) if field.name != "host"}
-    return (
-        f"{config.model.name} with tp {parallel.tp}, pp {parallel.pp}, dp {dp}, {config.precision.dtype}, "
-        f"ZeRO {config.zero.stage} wants {ranks} GPU{'s' if ranks > 1 else ''} of at least {size(need.device)} ("
-        + ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
-        + ")"
-        + (f" and {size(need.host)} of host memory a rank" if need.host else "")
-    )

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 
 from gpt3d.config.arithmetic import num_microbatches
 from gpt3d.config.schema import RunConfig
-from gpt3d.planner.memory import size, stage_parameters
-
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+from gpt3d.planner.memory import BYTES, piece_parameters, size
 
 
 def zero_bytes(config: RunConfig, dp: int, stage: int) -> int:
@@ -21,9 +19,10 @@ def zero_bytes(config: RunConfig, dp: int, stage: int) -> int:
     step, 3 twice a microbatch (forward and backward), and once more where the backward is split.
     """
     pp, count = config.parallel.pp, num_microbatches(config, dp)
-    parameters = max(stage_parameters(config, rank) for rank in range(pp))
-    reduced = parameters * _BYTES[config.precision.grad_dtype]
-    gathered = parameters * _BYTES[config.precision.dtype]
+    pieces = piece_parameters(config)
+    parameters = max(sum(pieces[rank::pp]) for rank in range(pp))
+    reduced = parameters * BYTES[config.precision.grad_dtype]
+    gathered = parameters * BYTES[config.precision.dtype]
     split = config.pipeline.schedule == "zb_h1" and pp > 1
     times = {0: (2, 0), 1: (1, 1), 2: (count, 1), 3: (count, count * (3 if split else 2))}
     reductions, gathers = times[stage]
