@@ -16,26 +16,29 @@ def split(**layout: Any) -> Case:
 
 
 FP32 = [
-    *[split(family="gpt", dp=2, zero=zero) for zero in range(4)],
-    split(pp=4, zero=1),
+    *[split(family="gpt", dp=2, zero=zero) for zero in (1, 3)],
     split(pp=4, zero=3, micro=4),  # fewer microbatches than stages
     split(tp=2, family="one_kv_head", sp=True, zero=0),  # a weight made of two parameters, one summed over ranks
-    split(tp=2, family="one_kv_head_bias", zero=1),
     split(tp=2, family="gpt", sp=True, zero=2, recompute="full"),
+    split(dp=2, family="gpt", zero=3, offload_optimizer="cpu", offload_param="cpu"),
+]
+MORE = [
+    *[split(family="gpt", dp=2, zero=zero) for zero in (0, 2)],
+    split(pp=4, zero=1),
+    split(tp=2, family="one_kv_head_bias", zero=1),
     split(tp=2, sp=True, zero=3, recompute="selective"),
     split(dp=2, family="gpt", zero=2, offload_optimizer="cpu"),
-    split(dp=2, family="gpt", zero=3, offload_optimizer="cpu", offload_param="cpu"),
     split(zero=3, persist=1000),
     split(layers=(3, 1), zero=1),
 ]
 
 
-@pytest.mark.parametrize("case", FP32, ids=str)
+@pytest.mark.parametrize("case", [*FP32, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str)
 def test_fp32(world: Callable[..., list[Any]], case: Case) -> None:
     assert_equal(layout_result(world, case), plain_result(case.family))
 
 
-@pytest.mark.parametrize("case", [split(dp=2, family="gpt", zero=zero, dtype="bf16") for zero in range(4)], ids=str)
+@pytest.mark.parametrize("case", [split(dp=2, family="gpt", zero=zero, dtype="bf16") for zero in (1, 3)], ids=str)
 def test_bf16_as_close_as_1f1b(world: Callable[..., list[Any]], case: Case) -> None:
     bound = TOLERANCES["bf16"]
     assert_equal(layout_result(world, case), plain_result(case.family), bound.loss, bound.weight, bound.norm)

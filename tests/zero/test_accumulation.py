@@ -28,11 +28,8 @@ def _norms(case: Case, counts: list[int]) -> list[float]:
 
 CASES = [
     *[Case(zero=stage, micro=1, dtype="bf16") for stage in range(4)],
-    Case(zero=2, micro=1, dtype="bf16", offload_optimizer="cpu"),
     Case(zero=3, micro=1, dtype="bf16", offload_optimizer="cpu", offload_param="cpu"),
     Case(zero=2, pp=2, micro=1, dtype="bf16", offload_optimizer="cpu", family="gpt"),
-    Case(zero=1, pp=2, micro=1, dtype="bf16", family="gpt"),
-    Case(zero=3, pp=2, micro=1, dtype="bf16", family="gpt"),
 ]
 
 

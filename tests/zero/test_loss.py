@@ -63,7 +63,7 @@ def test_a_replica_without_any_target_adds_nothing(world: World, case: Case) -> 
 
 
 @pytest.mark.parametrize(
-    "case", [*[Case(dp=2, micro=1, zero=stage) for stage in range(4)], Case(dp=2, pp=2, micro=1, zero=1)], ids=str
+    "case", [*[Case(dp=2, micro=1, zero=stage) for stage in (0, 1, 3)], Case(dp=2, pp=2, micro=1, zero=2)], ids=str
 )
 def test_without_any_target_nothing_moves(world: World, case: Case) -> None:
     """All ranks skip, parameters stay bit for bit (no weight decay), and the next step is as if it had not been."""
