@@ -3,9 +3,7 @@
     python -m benchmarks.checkpoint --gb 1 --ranks 4            # targets: blocking <= 10 %, rate >= 90 % of raw
     python -m benchmarks.checkpoint --kills 200                 # every time the newest committed one is whole
 
-On 2 CPU cores shared with other jobs (load 8), 1 GB over 4 ranks, medians of 4: raw 0.90 s, a save that waits 0.97 s
-(93 % of the raw rate), the call of one that does not 0.15 s (16 %: the target is missed; it is one copy in memory).
-200 kills during 48 saves left 34 unfinished ones, and the newest committed one was whole every time.
+FIGURES
 """
 
 from __future__ import annotations
@@ -38,6 +36,7 @@ from gpt3d.zero.fragments import KINDS, Fragment
 
 TENSORS = 40
 REPEATS = 4
+COMPUTE = 0.5  # seconds of forward and backward between a save and the next update
 
 
 @dataclass
@@ -70,33 +69,49 @@ def progress(step: int) -> dict[str, Any]:
 
 
 def measure(config: RunConfig, root: str, total: int) -> dict[str, list[float]]:
-    """On each rank, seconds: raw write + fsync of its bytes, a save that waits, and the call of one that does not."""
+    """On each rank, seconds: raw write + fsync of its bytes; a save that waits; and one that does not.
+
+    Of the last: what training waits for (the call, and the update after a forward and backward of COMPUTE seconds),
+    the call alone, and all until the checkpoint is committed.
+    """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device.init_process_group(device.select(0, "cpu"), timeout_minutes=10)
     layout = create_layout(Sizes(dp=world), torch.device("cpu"))
     files = Checkpointer(config, layout, Shard(rank, world, total), Path(root), lambda text: None)
-    found: dict[str, list[float]] = {"raw": [], "sync": [], "blocking": [], "async": []}
-    step = 0
+    found: dict[str, list[float]] = {kind: [] for kind in ("raw", "sync", "blocking", "call", "async")}
     for repeat in range(REPEATS + 1):
-        for kind in found:
-            if kind == "async":
-                continue
-            step += 1
-            files.together.gather(None)
-            begun = time.perf_counter()
-            if kind == "raw":
-                raw = [p.values for pieces in owned_state(files.optimizer, config.model).values() for p in pieces.parts]
-                write_raw(Path(root) / f"raw{rank}", raw)
-            else:
-                files.save(progress(step), wait=kind == "sync")
-            files.together.gather(None) if kind != "blocking" else None
-            spent = time.perf_counter() - begun
-            files.finish()
-            if repeat:  # the first save allocates
-                found[kind].append(spent)
-                if kind == "blocking":
-                    found["async"].append(time.perf_counter() - begun)
+        files.together.gather(None)
+        begun = time.perf_counter()
+        raw = [p.values for pieces in owned_state(files.optimizer, config.model).values() for p in pieces.parts]
+        write_raw(Path(root) / f"raw{rank}", raw)
+        files.together.gather(None)
+        took = {"raw": time.perf_counter() - begun}
+
+        begun = time.perf_counter()
+        files.save(progress(2 * repeat + 1), wait=True)
+        files.together.gather(None)
+        took["sync"] = time.perf_counter() - begun
+
+        begun = time.perf_counter()
+        files.save(progress(2 * repeat + 2))
+        took["call"] = time.perf_counter() - begun
+        compute(COMPUTE)
+        waited = time.perf_counter()
+        files.before_update()
+        took["blocking"] = took["call"] + time.perf_counter() - waited
+        files.finish()
+        took["async"] = time.perf_counter() - begun
+        if repeat:  # the first save allocates
+            for kind, seconds in took.items():
+                found[kind].append(seconds)
     return found
+
+
+def compute(seconds: float) -> None:
+    """Stands for forward and backward: matrix products for so long."""
+    a, end = torch.randn(256, 256), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        a = torch.tanh(a @ a)
 
 
 def write_raw(path: Path, values: list[torch.Tensor]) -> None:
