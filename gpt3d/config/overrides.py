@@ -114,7 +114,7 @@ def _unknown_option(override: Override, options: list[str]) -> Problem | None:
     else:
         names = ["null"] if override.value() is None else [str(override.value())]
     unknown = [name for name in (name.strip("\"'") for name in names) if name not in options]
-    if not unknown or (unknown == ["null"] and override.key_or_group in ("experiment", "local")):
+    if not unknown or (unknown == ["null"] and override.key_or_group in ("experiment", "local", "sweep")):
         return None
     group, name = override.key_or_group, unknown[0]
     return Problem(

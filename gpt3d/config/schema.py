@@ -309,6 +309,7 @@ class RunConfig:
     recompute: str = one_of("none", "selective", "full", default="none")
     seed: int = number(1234, low=0)
     init_from: Optional[str] = None
+    objective: str = one_of("validation_loss", "tokens_per_s", default="validation_loss")
     run_name: str = MISSING
     run_dir: Optional[str] = None
     search: bool = False
