@@ -37,7 +37,8 @@ def register_schema() -> None:
 
 def _steps(tokens_per_parameter: float, *, _root_: DictConfig) -> int:
     """`${steps_for_tokens_per_parameter:20}`: steps that show the model so many tokens for each of its parameters."""
-    shape = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), _root_.model))
+    model = OmegaConf.to_container(_root_.model, resolve=True)
+    shape = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), model))
     assert isinstance(shape, ModelConfig)
     a_step = _root_.trainer.global_batch_size * _root_.data.seq_len
     return math.ceil(tokens_per_parameter * parameter_count(shape) / a_step)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpt3d.config.arithmetic import World, resolve_dp
 from gpt3d.config.load import load_config
-from gpt3d.planner.memory import GB, memory_by_stage
+from gpt3d.planner.memory import GB, cpu_bytes_by_stage, memory_by_stage
 from gpt3d.planner.table import columns
 from gpt3d.planner.time import machine_of, step_time
 from gpt3d.sweep.jobs import Figures, Job
@@ -30,15 +30,15 @@ def compare(job: Job, name: str, reached: Figures) -> Compared:
     """The plan for a finished job's configuration, beside what was measured."""
     config = load_config(Path(job.run_dir) / "config.yaml")
     dp = resolve_dp(config, World(ranks=reached.ranks))
-    on_cpu = "cuda" not in job_device(job)
-    parts = [m.device if on_cpu else m.total for m in memory_by_stage(config, dp, on_cpu=on_cpu)]
+    on_cpu = device_of_job(job) == "cpu"
+    parts = cpu_bytes_by_stage(config, dp) if on_cpu else [rank.total for rank in memory_by_stage(config, dp)]
     machine = None if on_cpu else machine_of(config)
     tokens = config.trainer.global_batch_size * config.data.seq_len
     planned = tokens / step_time(config, dp, machine, exact=True).total if machine else None
     return Compared(name, max(parts) / GB, reached.memory_gb, planned, reached.tokens_per_s)
 
 
-def job_device(job: Job) -> str:
+def device_of_job(job: Job) -> str:
     """cuda or cpu: what the job's ranks computed on, which is what this machine has unless the configuration says."""
     from gpt3d.launch.machine import this_machine
 
@@ -60,7 +60,7 @@ def report(jobs: Sequence[Job], reached: dict[int, Figures], sweep_dir: Path) ->
          _text(c.planned_gb, ".3f"))
         for c in found
     ]  # fmt: skip
-    on_cpu = job_device(done[0]) == "cpu"
+    on_cpu = device_of_job(done[0]) == "cpu"
     lines = ["measured against the plan", *columns([head, *body]), _memory_order(found, on_cpu), _time_order(found)]
     return "\n".join(lines)
 

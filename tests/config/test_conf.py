@@ -101,8 +101,8 @@ def test_experiments_pass_the_rules(experiment: str, world: World) -> None:
 
 
 def test_debug_presets() -> None:
-    smoke, kill = compose(["debug=smoke"]), compose(["debug=kill_rank"])
-    assert (smoke.trainer.steps, smoke.debug.fault) == (5, "none")
+    fast, kill = compose(["debug=fast"]), compose(["debug=kill_rank"])
+    assert (fast.trainer.steps, fast.debug.fault) == (5, "none")
     assert (kill.trainer.steps, kill.debug.fault, kill.debug.fault_rank) == (300, "kill", 1)
 
 
