@@ -19,7 +19,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from gpt3d.config.load import conf_dir
-from gpt3d.config.overrides import quote_overrides
+from gpt3d.config.overrides import mistakes, quote_overrides
+from gpt3d.config.problems import ConfigError
 from gpt3d.sweep.jobs import SweepFailed
 
 Values = dict[str, Any]
@@ -75,7 +76,6 @@ class OptunaSweeper(Sweeper):
         new = list(dict.fromkeys(own for own in wanted if own not in self.tried))
         if new:
             jobs = [quote_overrides([*fixed, *own], conf_dir()) for own in new]
-            self.validate_batch_is_legal(jobs)
             results = self.launcher.launch(jobs, initial_job_idx=self.jobs)
             self.jobs += len(new)
             self.tried |= {own: _objective(result) for own, result in zip(new, results, strict=True)}
@@ -89,7 +89,11 @@ class OptunaSweeper(Sweeper):
     def _space(self, optuna: Any, arguments: Sequence[str]) -> tuple[list[str], Values]:
         """(overrides of all jobs, distributions by key)."""
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        given = parser.parse_overrides([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
+        texts = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+        folders = [Path(source.path) for source in self.config.hydra.runtime.config_sources if source.schema == "file"]
+        if problems := mistakes(texts, folders, sweep=True):  # before the first trial, not when one happens to draw it
+            raise ConfigError(problems)
+        given = parser.parse_overrides(texts)
         by_key = {override.get_key_element(): override for override in given}
         space = {key: distribution(optuna, o) for key, o in by_key.items() if o.is_sweep_override()}
         fixed = [f"{key}={o.get_value_element_as_str()}" for key, o in by_key.items() if not o.is_sweep_override()]

@@ -71,9 +71,13 @@ def quoted(value: str) -> str:
 
 def diagnose(overrides: Sequence[str], error: Exception, folders: Sequence[Path], sweep: bool = False) -> list[Problem]:
     """Why Hydra refused these overrides: every mistake found in them, else what `error` says."""
+    return mistakes(overrides, folders, sweep) or [_from_error(error)]
+
+
+def mistakes(overrides: Sequence[str], folders: Sequence[Path], sweep: bool = False) -> list[Problem]:
+    """What can be told to be wrong from the overrides alone; `sweep`: they may give several values."""
     options = group_options(folders)
-    problems = [problem for override in overrides if (problem := _diagnose_one(override, options, sweep)) is not None]
-    return problems or [_from_error(error)]
+    return [problem for override in overrides if (problem := _diagnose_one(override, options, sweep)) is not None]
 
 
 def _diagnose_one(text: str, options: dict[str, list[str]], sweep: bool) -> Problem | None:

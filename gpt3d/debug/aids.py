@@ -56,7 +56,12 @@ class Aids:
         """With `debug.repeat_batch`: whether the loss on the one batch went towards 0."""
         if not self.debug.repeat_batch or first_loss is None or loss is None:
             return None
-        fell = f"overfit loss on the one batch {first_loss:.4f} -> {loss:.4f}: "
-        if loss < LEARNED * first_loss:
-            return fell + "it is learned by heart, so forward, backward and optimizer work together"
-        return fell + f"not below {LEARNED:.0%} of the first; more trainer.steps, another optimizer.lr, or a fault"
+        return overfit_verdict(first_loss, loss)
+
+
+def overfit_verdict(first_loss: float, loss: float) -> str:
+    """Whether a batch was learned by heart, in words."""
+    fell = f"overfit loss on the one batch {first_loss:.4f} -> {loss:.4f}: "
+    if loss < LEARNED * first_loss:
+        return fell + "it is learned by heart, so forward, backward and optimizer work together"
+    return fell + f"not below {LEARNED:.0%} of the first; more trainer.steps, another optimizer.lr, or a fault"

@@ -102,6 +102,7 @@ def _draw(points: Sequence[Point], law: PowerLaw, path: Path) -> str:
     axes.set_title("Loss against compute; labels: parameters of the model")
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_minor_formatter(ScalarFormatter())
+    axes.margins(x=0.12)  # room for the labels
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(path)
