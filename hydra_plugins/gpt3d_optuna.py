@@ -45,8 +45,8 @@ class OptunaSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra's way to hand over what a sweeper works with."""
-        self.hydra_context, self.config = hydra_context, config
-        self.launcher = Plugins.instance().instantiate_launcher(
+        self.context, self.master = hydra_context, config
+        self.runner = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
@@ -54,7 +54,7 @@ class OptunaSweeper(Sweeper):
         """Run the trials; returns the best objective."""
         optuna = _optuna()
         fixed, space = self._space(optuna, arguments)
-        maximize = self.config.objective == "tokens_per_s"
+        maximize = self.master.objective == "tokens_per_s"
         study = optuna.create_study(
             direction="maximize" if maximize else "minimize",
             sampler=optuna.samplers.TPESampler(seed=self.seed, n_startup_trials=self.startup_trials),
@@ -66,8 +66,8 @@ class OptunaSweeper(Sweeper):
         finished = [trial for trial in study.trials if trial.state == optuna.trial.TrialState.COMPLETE]
         if not finished:
             raise SweepFailed(f"none of {len(study.trials)} trials succeeded; the table has their reasons")
-        best = {"params": dict(study.best_params), "value": study.best_value, "objective": self.config.objective}
-        OmegaConf.save(OmegaConf.create(best), Path(self.config.hydra.sweep.dir) / "optuna.yaml")
+        best = {"params": dict(study.best_params), "value": study.best_value, "objective": self.master.objective}
+        OmegaConf.save(OmegaConf.create(best), Path(self.master.hydra.sweep.dir) / "optuna.yaml")
         return float(study.best_value)
 
     def _batch(self, optuna: Any, study: Any, trials: Sequence[Any], fixed: Sequence[str]) -> None:
@@ -76,7 +76,7 @@ class OptunaSweeper(Sweeper):
         new = list(dict.fromkeys(own for own in wanted if own not in self.tried))
         if new:
             jobs = [quote_overrides([*fixed, *own], conf_dir()) for own in new]
-            results = self.launcher.launch(jobs, initial_job_idx=self.jobs)
+            results = self.runner.launch(jobs, initial_job_idx=self.jobs)
             self.jobs += len(new)
             self.tried |= {own: _objective(result) for own, result in zip(new, results, strict=True)}
         for trial, own in zip(trials, wanted, strict=True):
@@ -88,9 +88,9 @@ class OptunaSweeper(Sweeper):
 
     def _space(self, optuna: Any, arguments: Sequence[str]) -> tuple[list[str], Values]:
         """(overrides of all jobs, distributions by key)."""
-        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        parser = OverridesParser.create(config_loader=self.context.config_loader)
         texts = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
-        folders = [Path(source.path) for source in self.config.hydra.runtime.config_sources if source.schema == "file"]
+        folders = [Path(source.path) for source in self.master.hydra.runtime.config_sources if source.schema == "file"]
         if problems := mistakes(texts, folders, sweep=True):  # before the first trial, not when one happens to draw it
             raise ConfigError(problems)
         given = parser.parse_overrides(texts)
