@@ -15,7 +15,10 @@ from gpt3d.config.rules import require_valid
 from gpt3d.config.schema import RunConfig
 from gpt3d.data.errors import DataError
 from gpt3d.launch import RankFailed
+from gpt3d.launch.rundir import RunDirError
 from gpt3d.rank import train_rank
+from gpt3d.sweep.end import table_at_end
+from gpt3d.sweep.jobs import SweepFailed, figures, update
 
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
@@ -36,8 +39,9 @@ def main() -> None:
     if (world := joining()) is not None:
         join_world(world, compose_on_rank_0, train_rank)
     try:
-        run_cli(train_here, HELP, check=check_here)
-    except (DataError, RankFailed) as failure:
+        with table_at_end():
+            run_cli(train_here, HELP, check=check_here)
+    except (DataError, RankFailed, RunDirError, SweepFailed) as failure:
         sys.exit(f"gpt3d: {failure}")
     except KeyboardInterrupt:
         print("gpt3d: interrupted", file=sys.stderr)
@@ -45,7 +49,7 @@ def main() -> None:
 
 
 def train_here(config: RunConfig) -> float | None:
-    """Start the ranks on this machine; returns the validation loss, the objective of a sweep.
+    """Start the ranks on this machine; returns the `objective` of a sweep: validation loss, or tokens/s.
 
     What goes wrong is raised, so that the other jobs of a sweep still run.
     """
@@ -63,6 +67,8 @@ def train_here(config: RunConfig) -> float | None:
         flush=True,
     )
     results = launch.start(train_rank, recorded, nprocs=ranks, device=device, run_dir=recorded["run_dir"], grace=grace)
+    if config.objective == "tokens_per_s":
+        return figures(Path(recorded["run_dir"])).tokens_per_s
     return results["validation_loss"]
 
 
@@ -112,9 +118,14 @@ def make_run_dir(config: RunConfig) -> dict[str, Any]:
     path = Path(config.run_dir or hydra.runtime.output_dir)
     settings = {str(k): v for k, v in plain.items()}
     try:
-        return rundir.create(path, settings, list(hydra.overrides.task), exact=named, go_on=go_on)
-    except rundir.RunDirError as error:
+        recorded = rundir.create(path, settings, list(hydra.overrides.task), exact=named, go_on=go_on)
+    except RunDirError as error:
+        if hydra.mode == RunMode.MULTIRUN:
+            raise  # the other jobs go on
         sys.exit(f"gpt3d: {error}")
+    if hydra.mode == RunMode.MULTIRUN:
+        update(Path(hydra.runtime.cwd, hydra.sweep.dir).absolute(), hydra.job.num, run_dir=recorded["run_dir"])
+    return recorded
 
 
 def name_in_sweep(config: RunConfig, sweep: str, job: str) -> None:

@@ -17,7 +17,7 @@ from gpt3d.config.problems import ConfigError
 from gpt3d.config.rules import check_vocabulary, require_valid
 from gpt3d.config.schema import RunConfig
 from gpt3d.data import Batches, MicroBatch, build_data, validation_batches
-from gpt3d.debug import inject_fault
+from gpt3d.debug import Aids
 from gpt3d.generation import generate
 from gpt3d.learner import Learner, Outcome, Rows
 from gpt3d.optim.lr import lr_at
@@ -69,6 +69,7 @@ class Trainer:
         self.run_dir = Path(config.run_dir or ".")
         self.tracker = Tracker(config, self.run_dir, is_main=self.layout.rank == 0)
         self.checkpoints = RunCheckpoints(config, self.learner, self.data.fingerprint, self.run_dir, self.say)
+        self.aids = Aids(config, self.learner, self.run_dir, self.say)
         resumed = self.checkpoints.resume()
         self.batches = Batches(
             self.data.train, t.global_batch_size, t.micro_batch_size, self.layout.at.dp, sizes.dp,
@@ -121,20 +122,22 @@ class Trainer:
             "seconds": seconds,
             "tokens_per_s": (self.tokens - tokens_before) / seconds,
         }
+        if (verdict := self.aids.verdict(first_loss, self.loss)) is not None:
+            self.say(verdict)
         text = self.sample()
         self.say(summary(self.config, results, text, self.run_dir))
         return results
 
     def train_step(self) -> Metrics | None:
         """One optimizer step; its metrics if this step is to be logged."""
-        inject_fault(self.config.debug, self.layout.rank, self.step)
-        batch = next(self.batches)
+        batch = self.aids.next(self.batches)
         lr = lr_at(self.step, self.config.optimizer.lr, self.config.lr, self.config.trainer.steps)
         t = self.config.trainer
         recording = t.timeline and 0 < self.step - self.first_step <= t.timeline_steps
         if recording:
             self.learner.start_recording()
-        outcome = self.learner.step([_rows(micro_batch) for micro_batch in batch], lr)
+        with self.aids.step(self.step):
+            outcome = self.learner.step([_rows(micro_batch) for micro_batch in batch], lr)
         if recording:
             self._keep_timeline()
         self.step += 1

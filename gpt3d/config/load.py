@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpt3d.config.overrides import REFUSALS, diagnose, group_options, quote_overrides, unknown_key
 from gpt3d.config.problems import ConfigError, Problem
-from gpt3d.config.schema import RunConfig
+from gpt3d.config.schema import ModelConfig, RunConfig
+from gpt3d.model.flops import parameter_count
 
 
 def conf_dir() -> Path:
@@ -29,6 +31,17 @@ def conf_dir() -> Path:
 def register_schema() -> None:
     """Make `gpt3d_schema` known to Hydra. Needed once before composing; repeating it is harmless."""
     ConfigStore.instance().store(name="gpt3d_schema", node=RunConfig, provider="gpt3d")
+    OmegaConf.register_new_resolver("multiply", lambda *factors: math.prod(factors), replace=True)
+    OmegaConf.register_new_resolver("steps_for_tokens_per_parameter", _steps, replace=True)
+
+
+def _steps(tokens_per_parameter: float, *, _root_: DictConfig) -> int:
+    """`${steps_for_tokens_per_parameter:20}`: steps that show the model so many tokens for each of its parameters."""
+    model = OmegaConf.to_container(_root_.model, resolve=True)
+    shape = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), model))
+    assert isinstance(shape, ModelConfig)
+    a_step = _root_.trainer.global_batch_size * _root_.data.seq_len
+    return math.ceil(tokens_per_parameter * parameter_count(shape) / a_step)
 
 
 def compose(overrides: Sequence[str] = (), config_name: str = "config") -> RunConfig:

@@ -24,7 +24,7 @@ def batch_in_words(config: RunConfig, dp: int) -> str:
 
 def notes(config: RunConfig, world: World) -> list[str]:
     """Lines for the start banner. For a configuration that has passed the rules."""
-    return [*_choices(config, world), *_without_effect(config, world)]
+    return [*_choices(config, world), *_debugging(config), *_without_effect(config, world)]
 
 
 def _choices(config: RunConfig, world: World) -> Iterator[str]:
@@ -55,6 +55,23 @@ def _choices(config: RunConfig, world: World) -> Iterator[str]:
         yield f"sequences of {config.data.seq_len} tokens are longer than model.max_seq_len={model.max_seq_len}"
     if (warmup := config.lr.warmup_steps) >= (steps := config.trainer.steps) > 0:
         yield f"the run ends inside the warm-up: lr.warmup_steps={warmup}, trainer.steps={steps}"
+
+
+def _debugging(config: RunConfig) -> Iterator[str]:
+    debug = config.debug
+    if debug.repeat_batch:
+        yield "debug.repeat_batch: every step sees the first batch; the loss must go towards 0, validation will not"
+    if debug.find_nan:
+        fp16 = config.precision.dtype == "fp16"
+        only = "; gradients are left alone, since fp16's loss scaling overflows them" if fp16 else ""
+        yield f"debug.find_nan: each module's output and gradient is read back, which slows every step down{only}"
+    if debug.profile:
+        yield "debug.profile: the profiled steps are slower, do not take their tokens/s"
+    if debug.deterministic:
+        yield (
+            "debug.deterministic: repetitions are bit-equal on the same GPUs and layout; slower where atomics would be "
+            "faster (attention's backward, scatters), and 24 MB for cuBLAS; operations without such a version warn"
+        )
 
 
 def _without_effect(config: RunConfig, world: World) -> Iterator[str]:

@@ -71,9 +71,13 @@ def quoted(value: str) -> str:
 
 def diagnose(overrides: Sequence[str], error: Exception, folders: Sequence[Path], sweep: bool = False) -> list[Problem]:
     """Why Hydra refused these overrides: every mistake found in them, else what `error` says."""
+    return mistakes(overrides, folders, sweep) or [_from_error(error)]
+
+
+def mistakes(overrides: Sequence[str], folders: Sequence[Path], sweep: bool = False) -> list[Problem]:
+    """What can be told to be wrong from the overrides alone; `sweep`: they may give several values."""
     options = group_options(folders)
-    problems = [problem for override in overrides if (problem := _diagnose_one(override, options, sweep)) is not None]
-    return problems or [_from_error(error)]
+    return [problem for override in overrides if (problem := _diagnose_one(override, options, sweep)) is not None]
 
 
 def _diagnose_one(text: str, options: dict[str, list[str]], sweep: bool) -> Problem | None:
@@ -114,7 +118,7 @@ def _unknown_option(override: Override, options: list[str]) -> Problem | None:
     else:
         names = ["null"] if override.value() is None else [str(override.value())]
     unknown = [name for name in (name.strip("\"'") for name in names) if name not in options]
-    if not unknown or (unknown == ["null"] and override.key_or_group in ("experiment", "local")):
+    if not unknown or (unknown == ["null"] and override.key_or_group in ("experiment", "local", "sweep")):
         return None
     group, name = override.key_or_group, unknown[0]
     return Problem(

@@ -324,9 +324,31 @@ def checkpoints(config: RunConfig, world: World) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", "auto", why, "run_dir=PATH beside it, or checkpoint.resume=PATH")
 
 
+def debugging(config: RunConfig, world: World) -> Iterator[Problem]:
+    """What is asked for must come to pass."""
+    debug, dp, steps = config.debug, _known_dp(config, world), config.trainer.steps
+    last = debug.profile_first_step + debug.profile_steps - 1
+    if debug.profile and last > steps:
+        why = f"the profiled steps end at step {last}, and the run at trainer.steps={steps}"
+        fix = f"{max(1, steps - debug.profile_steps + 1)} or less, or trainer.steps={last}"
+        yield Problem("debug.profile_first_step", debug.profile_first_step, why, fix)
+    if debug.fault != "none" and debug.fault_step >= steps:
+        yield Problem(
+            "debug.fault_step", debug.fault_step, f"the run has trainer.steps={steps}", f"{steps - 1} or less"
+        )
+    if dp is None:
+        return
+    count = model_ranks(config) * dp
+    if debug.fault != "none" and debug.fault_rank >= count:
+        yield Problem("debug.fault_rank", debug.fault_rank, f"the run has {count} ranks", f"{count - 1} or less")
+    if debug.profile and (wrong := [rank for rank in debug.profile_ranks if not 0 <= rank < count]):
+        why = f"the run has {count} ranks, and rank {wrong[0]} is none of them"
+        yield Problem("debug.profile_ranks", debug.profile_ranks, why, f"numbers below {count}, or [] for all ranks")
+
+
 RULES: tuple[Rule, ...] = (
     names, model_shape, tensor_parallel, pipeline, ranks, machine, memory, batch, zero, precision, learning_rate,
-    timeline, tensorboard, checkpoints,
+    timeline, tensorboard, checkpoints, debugging,
 )  # fmt: skip
 
 

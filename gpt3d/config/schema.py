@@ -286,6 +286,13 @@ class DebugConfig:
     fault: str = one_of("none", "error", "kill", "hang", default="none")
     fault_rank: int = number(0, low=0)
     fault_step: int = number(0, low=0)
+    repeat_batch: bool = False
+    find_nan: bool = False
+    profile: bool = False
+    profile_ranks: list[int] = field(default_factory=lambda: [0])
+    profile_first_step: int = number(3, low=1)
+    profile_steps: int = number(2, low=1)
+    deterministic: bool = False
 
 
 @dataclass
@@ -309,6 +316,7 @@ class RunConfig:
     recompute: str = one_of("none", "selective", "full", default="none")
     seed: int = number(1234, low=0)
     init_from: Optional[str] = None
+    objective: str = one_of("validation_loss", "tokens_per_s", default="validation_loss")
     run_name: str = MISSING
     run_dir: Optional[str] = None
     search: bool = False

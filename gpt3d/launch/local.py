@@ -120,6 +120,8 @@ def _pickle_body(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 def _context(device: str) -> Any:
     """The multiprocessing context; for CPU with its fork server running (perhaps still importing)."""
+    if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
+        multiprocessing.set_start_method("spawn", force=True)  # a worker of joblib names one that no rank knows
     if device == "cuda":
         return multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
     from multiprocessing.forkserver import ensure_running

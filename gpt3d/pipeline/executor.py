@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,16 @@ class Plan(NamedTuple):
     arrived: list[Arrived]
 
 
+class Watch(Protocol):
+    """Told of each action of this rank."""
+
+    def begin(self, action: Action) -> None:
+        """It starts now; its message is there."""
+
+    def end(self) -> None:
+        """It is over."""
+
+
 class Executor:
     """One rank's part of the pipeline. It holds the microbatches in flight and nothing of the others."""
 
@@ -59,6 +69,7 @@ class Executor:
         self.kind, self.chunks = kind, chunks
         self.stages, self.rank = layout.sizes.pp, layout.at.pp
         self.recorder: Recorder | None = None
+        self.watches: list[Watch] = []  # debugging aids
         self.in_flight: dict[tuple[int, int], InFlight] = {}  # by (chunk, microbatch)
         self.postponed: dict[tuple[int, int], WeightGradients] = {}  # the same, after the input gradient
         self._plans: dict[int, Plan] = {}
@@ -113,17 +124,20 @@ class Executor:
             message = receipt.wait() if receipt is not None else None
             del receipt  # it would hold the message until the next action
             self.transport.release(plan.arrived[i])
-            if self.recorder is not None:
-                self.recorder.begin(action)
+            for watch in self._watching():
+                watch.begin(action)
             if action.kind is Kind.FORWARD:
                 self._forward(action, microbatches[action.microbatch], message, seed_grad is not None, loss)
             else:
                 self._backward(action, seed_grad if message is None else message, last=i == last)
-            if self.recorder is not None:
-                self.recorder.end()
+            for watch in self._watching():
+                watch.end()
             del message
         self.transport.flush()
         return loss
+
+    def _watching(self) -> list[Watch]:
+        return self.watches if self.recorder is None else [*self.watches, self.recorder]
 
     def _forward(
         self, action: Action, microbatch: Microbatch, message: Tensor | None, training: bool, loss: Tensor

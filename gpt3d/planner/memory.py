@@ -279,15 +279,16 @@ def host_by_node(config: RunConfig, dp: int, ranks_a_node: int) -> int:
 
 
 def run_memory(config: RunConfig, dp: int) -> int:
-    """Bytes of all ranks together, device and host: what a CPU run takes from its machines' memory.
+    """Bytes of all ranks together, device and host: what a CPU run takes from its machines' memory."""
+    return ranks_a_stage(config, dp) * sum(cpu_bytes_by_stage(config, dp))
 
-    Without the buckets: on a CPU the part of them that is never written takes no memory.
-    """
+
+def cpu_bytes_by_stage(config: RunConfig, dp: int) -> list[int]:
+    """Bytes of one CPU rank of each pipeline stage, without the buckets, whose unwritten part takes no memory."""
     zero = config.zero
     unwritten = zero.reduce_bucket_size * BYTES[config.precision.dtype] * (2 if zero.overlap_comm else 1)
     buckets = unwritten if zero.stage >= 2 else 0
-    per_stage = (memory.device - buckets + memory.host for memory in memory_by_stage(config, dp, on_cpu=True))
-    return ranks_a_stage(config, dp) * sum(per_stage)
+    return [memory.device - buckets + memory.host for memory in memory_by_stage(config, dp, on_cpu=True)]
 
 
 def size(count: float) -> str:

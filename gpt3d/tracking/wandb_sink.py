@@ -79,6 +79,7 @@ class WandbSink:
         self.offline = mode == "offline"
         if not self.offline:
             self.say(f"wandb   {run.url}")
+            (self.spec.folder / "wandb_url").write_text(f"{run.url}\n")
         return run
 
     def log(self, metrics: Metrics) -> None:

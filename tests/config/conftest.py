@@ -25,9 +25,11 @@ def composed() -> RunConfig:
 @pytest.fixture(scope="session")
 def options() -> dict[str, RunConfig]:
     """Every option of every group, "model=70b" -> a configuration with it: the i-th options of all groups are composed
-    together, from the first again where a group has fewer. `experiment` and `debug` change other groups: left out."""
+    together, from the first again where a group has fewer. What changes other groups is left out."""
     groups = {
-        group: names for group, names in group_options([conf_dir()]).items() if group not in ("experiment", "debug")
+        group: names
+        for group, names in group_options([conf_dir()]).items()
+        if group not in ("experiment", "debug", "sweep")
     }
     found = {}
     for i in range(max(map(len, groups.values()))):

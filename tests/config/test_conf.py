@@ -17,7 +17,7 @@ from tests.config.conftest import Options
 
 def test_every_option_composes_within_its_limits(options: Options) -> None:
     groups = {name.partition("=")[0] for name in options}
-    assert groups | {"experiment", "debug"} == set(group_options([conf_dir()]))
+    assert groups | {"experiment", "debug", "sweep"} == set(group_options([conf_dir()]))
     for option, config in options.items():
         assert list(limits(config)) == [], option
 
@@ -94,15 +94,21 @@ def test_zero_by_number(options: Options) -> None:
 
 @pytest.mark.parametrize(
     ("experiment", "world"),
-    [("gpt3_125m_h200", World(gpus=1, device="cuda")), ("llama3_70b_h100", World(ranks=128, ranks_per_node=8))],
+    [
+        ("gpt3_125m_h200", World(gpus=1, device="cuda")),
+        ("llama3_70b_h100", World(ranks=128, ranks_per_node=8)),
+        ("lr_sweep", World(gpus=0, device="cpu")),
+        ("layout_sweep", World(gpus=0, device="cpu")),
+        ("scaling", World(gpus=0, device="cpu")),
+    ],
 )
 def test_experiments_pass_the_rules(experiment: str, world: World) -> None:
     assert check(compose([f"experiment={experiment}"]), world) == []
 
 
 def test_debug_presets() -> None:
-    smoke, kill = compose(["debug=smoke"]), compose(["debug=kill_rank"])
-    assert (smoke.trainer.steps, smoke.debug.fault) == (5, "none")
+    fast, kill = compose(["debug=fast"]), compose(["debug=kill_rank"])
+    assert (fast.trainer.steps, fast.debug.fault) == (5, "none")
     assert (kill.trainer.steps, kill.debug.fault, kill.debug.fault_rank) == (300, "kill", 1)
 
 

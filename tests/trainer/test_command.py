@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -61,9 +62,12 @@ def test_a_sweep_runs_each_job_in_its_own_world(tmp_path: Path) -> None:
         losses.append([m["loss"] for m in map(json.loads, path.read_text().splitlines()) if "loss" in m])
     assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], abs=2e-6)
     (sweep,) = tmp_path.glob("outputs/multirun/*")
-    for folder in sweep.glob("*/"):
+    for folder in (config.parent for config in sweep.glob("*/config.yaml")):
         wandb = load_config(folder / "config.yaml").tracking.wandb
         assert (wandb.group, wandb.name, wandb.job_type) == (sweep.name, folder.name, "sweep")
+    jobs = list(csv.DictReader((sweep / "sweep.csv").open()))
+    assert [float(job["objective"]) for job in jobs] == pytest.approx([losses[0][-1]] * 2, abs=1.0)
+    assert all(Path(job["folder"], "metrics.jsonl").is_file() and float(job["tokens_per_s"]) > 0 for job in jobs)
 
 
 def test_a_failing_rank_shows_its_traceback_once_and_does_not_end_the_sweep(tmp_path: Path) -> None:
@@ -71,7 +75,8 @@ def test_a_failing_rank_shows_its_traceback_once_and_does_not_end_the_sweep(tmp_
     done = train("-m", *TINY, *fault, "trainer.steps=2", cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1 and "inject_fault" in done.stderr
     assert "rank 1 failed with RuntimeError: debug.fault=error on rank 1 at step 1" in done.stderr
-    assert "step 2/2" in done.stdout
+    assert "step 2/2" in done.stdout and "2 jobs, 1 done, 1 failed" in done.stdout
+    assert done.stdout.count("failed: rank 1 failed with RuntimeError") == 1, "the table has the reason"
 
 
 def test_a_large_model_on_a_small_machine_is_told_what_it_wants(tmp_path: Path) -> None:
