@@ -241,20 +241,26 @@ def _logits(config: RunConfig, dp: int, stage: int) -> int:
     return numbers * (4 + (element if element < 4 else 0) + _heads_in_flight(config, dp) * kept)
 
 
+def zero_buffers(config: RunConfig, stage: int) -> int:
+    """What ZeRO keeps for moving: its buckets, and the parameters that are gathered while they compute."""
+    model, zero, element = config.model, config.zero, BYTES[config.precision.dtype]
+    buckets = zero.reduce_bucket_size * element * (2 if zero.overlap_comm else 1) if zero.stage >= 2 else 0
+    if zero.stage < 3:
+        return buckets
+    tp, ends = config.parallel.tp, stage in (0, config.parallel.pp - 1)
+    layer, rows = layer_parameters(model, tp), model.padded_vocab_size // tp * model.hidden_size
+    return buckets + (layer + max(layer, rows if ends else 0)) * element
+
+
 def _buffers(config: RunConfig, stage: int) -> int:
     """What is there for moving or making something else: ZeRO's buckets and gathered parameters, pipeline messages, and
     the gradients inside the layer that runs its backward (with SP, also its gathered input and output gradient)."""
-    model, zero, pp, tp = config.model, config.zero, config.parallel.pp, config.parallel.tp
+    model, pp, tp = config.model, config.parallel.pp, config.parallel.tp
     element, tokens = BYTES[config.precision.dtype], config.trainer.micro_batch_size * config.data.seq_len
     sp = tp if config.parallel.sequence_parallel else 1
-    buckets = zero.reduce_bucket_size * element * (2 if zero.overlap_comm else 1) if zero.stage >= 2 else 0
-    gathered = 0
-    if zero.stage == 3:  # a part while it computes and the next one ahead; embedding and head are parts too
-        layer, rows = layer_parameters(model, tp), model.padded_vocab_size // tp * model.hidden_size
-        gathered = (layer + max(layer, rows if stage in (0, pp - 1) else 0)) * element
     messages = 4 * tokens * model.hidden_size // sp * element if pp > 1 else 0  # two each way, one on its way
     width = (4 if model.activation == "swiglu" else 2) * model.ffn_hidden_size // tp + 2 * model.hidden_size
-    return buckets + gathered + messages + tokens * width * element
+    return zero_buffers(config, stage) + messages + tokens * width * element
 
 
 def memory_by_stage(config: RunConfig, dp: int, on_cpu: bool = False) -> list[RankMemory]:
