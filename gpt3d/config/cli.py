@@ -81,7 +81,7 @@ def run_cli(
 
 
 def without_run_folder(argv: list[str]) -> list[str]:
-    """`argv` of a command that only prints: Hydra makes no folder for it. Sweeps and Hydra's own flags stay as typed."""
+    """`argv` of a command that only prints: Hydra makes no folder for it. Sweeps and flags stay as typed."""
     plain = not any(argument.startswith("-") for argument in argv)
     return argv + (["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"] if plain else [])
 

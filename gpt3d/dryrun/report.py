@@ -14,6 +14,7 @@ from gpt3d.planner.need import layout_in_words
 from gpt3d.planner.table import columns
 from gpt3d.planner.traffic import sent
 
+DERIVED = ("weights", "gradients", "optimizer", "buckets", "gathered", "optimizer step")  # under ZeRO 1 to 3
 PASSES = ("forward", "recompute", "backward")
 
 
@@ -32,15 +33,15 @@ def dry_run_text(config: RunConfig, run: DryRun) -> str:
         "Collectives of a step; `buffers` are the whole tensors, `sent` what this rank sends of them over a ring:",
         *columns(_traffic_rows(config, run)),
         "",
-        f"Live tensors at the peak, which is in {_where(run.peak_phase)}; without CUDA context, NCCL and fragmentation:",
+        f"Live tensors at the peak, in {_where(run.peak_phase)}; without CUDA context, NCCL and fragmentation:",
         *columns([[kind, size(count)] for kind, count in run.memory.items()] + [["total", size(run.peak)]]),
         "",
         "counted on the real layers and executor: " + _counted(run),
     ]
     if run.zero:
         lines.append(
-            f"derived from zero.stage={run.zero}, since DeepSpeed is not run: its dp, model and ends collectives, "
-            "weights, gradients, optimizer, ZeRO buffers, and that the peak is not in its optimizer step"
+            f"derived from zero.stage={run.zero}, since DeepSpeed is not run: dp, model and ends collectives, "
+            f"{', '.join(DERIVED)}"
         )
     return "\n".join(lines)
 
@@ -94,5 +95,5 @@ def dry_run_data(config: RunConfig, run: DryRun) -> dict[str, Any]:
         for call, count in sorted(run.bytes.items())
     ]  # fmt: skip
     del plain["calls"], plain["bytes"]
-    derived = ["dp", "model", "ends", "weights", "gradients", "optimizer", "ZeRO buffers"] if run.zero else []
+    derived = ["dp", "model", "ends", *DERIVED] if run.zero else []
     return plain | {"flops": by_module(run.flops), "traffic": traffic, "peak_bytes": run.peak, "derived": derived}

@@ -27,7 +27,7 @@ from gpt3d.pipeline.executor import Executor, Microbatch
 from gpt3d.pipeline.recorder import Recorder
 from gpt3d.pipeline.schedule import Action, Kind
 from gpt3d.pipeline.transport import connect
-from gpt3d.planner.memory import stage_memory, zero_buffers
+from gpt3d.planner.memory import gathered_parameters, stage_memory, zero_buckets
 from gpt3d.planner.traffic import Call, step_traffic
 from gpt3d.zero.engine import DTYPES, Chunks
 
@@ -64,7 +64,7 @@ def dry_run(config: RunConfig, dp: int, rank: int) -> DryRun:
     begun, p, total = time.perf_counter(), config.parallel, num_microbatches(config, dp)
     sizes = Sizes(tp=p.tp, cp=p.cp, dp=dp, pp=p.pp)
     device, counted = "cpu" if config.cluster.device == "cpu" else "cuda", microbatches_to_run(config, dp)
-    tracker = Tracker()
+    tracker = Tracker("meta")
     with fake_world(rank, sizes.world), fused_kernels(device), tracker:
         layout = create_layout(
             sizes, META, sequence_parallel=p.sequence_parallel, num_kv_heads=config.model.num_kv_heads
@@ -80,13 +80,22 @@ def dry_run(config: RunConfig, dp: int, rank: int) -> DryRun:
         else:
             derived = step_traffic(config, dp, stage)
             calls, moved = calls + derived.calls, moved + derived.bytes
-            state = stage_memory(config, dp, stage)
-            memory |= {"weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer}
-            memory["ZeRO buffers"] = zero_buffers(config, stage)
+            memory |= _deepspeed(config, dp, stage, memory)
         return DryRun(
             rank, stage, dp, config.zero.stage, device, one.parameters, total, counted, dict(flops), dict(calls),
             dict(moved), {k: v for k, v in memory.items() if v}, tracker.peak_phase, time.perf_counter() - begun,
         )  # fmt: skip
+
+
+def _deepspeed(config: RunConfig, dp: int, stage: int, memory: dict[str, int]) -> dict[str, int]:
+    """What DeepSpeed holds by the planner's arithmetic, beside what was counted."""
+    state = stage_memory(config, dp, stage, on_cpu=config.cluster.device == "cpu")
+    gathered = gathered_parameters(config, dp, stage)
+    passing = gathered + sum(memory.get(kind, 0) for kind in ("activations", "logits", "work", "messages"))
+    return {
+        "weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer,
+        "buckets": zero_buckets(config), "gathered": gathered, "optimizer step": max(0, state.update - passing),
+    }  # fmt: skip
 
 
 def microbatches_to_run(config: RunConfig, dp: int) -> int:
@@ -150,8 +159,10 @@ class _Rank:
     def forward_backward(self, microbatches: int) -> None:
         """The step up to the optimizer."""
         shape = (self.config.trainer.micro_batch_size, self.config.data.seq_len)
-        tokens = [torch.empty(shape, dtype=torch.long, device=META) for _ in range(2 * microbatches)]
-        rows = [Microbatch(*tokens[2 * i : 2 * i + 2], seed=i) for i in range(microbatches)]
+        rows = [
+            Microbatch(*(torch.empty(shape, dtype=torch.long, device=META) for _ in ("tokens", "labels")), i)
+            for i in range(microbatches)
+        ]
         self.tracker.rename("work", "inputs")
         self.tracker.start_peak()
         with saved_tensors_hooks(self.tracker.saved, lambda x: x):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -41,10 +41,14 @@ class Product(NamedTuple):
 
 
 class Tracker(TorchDispatchMode):
-    """While active, counts. `phase` is "forward", "backward" or anything else, and names what operations belong to."""
+    """While active, counts; memory only of `device` ("meta" in a dry run).
 
-    def __init__(self) -> None:
+    `phase` is "forward", "backward" or anything else, and names what operations belong to.
+    """
+
+    def __init__(self, device: str) -> None:
         super().__init__()
+        self.device = device
         self.flops: Counter[Product] = Counter()
         self.calls: Counter[Call] = Counter()
         self.bytes: Counter[Call] = Counter()
@@ -78,6 +82,8 @@ class Tracker(TorchDispatchMode):
     # Memory
 
     def _track(self, x: Tensor) -> None:
+        if x.device.type != self.device:
+            return
         storage = x.untyped_storage()
         key = storage._cdata
         if key in self._storages:
@@ -101,6 +107,8 @@ class Tracker(TorchDispatchMode):
         key = x.untyped_storage()._cdata
         if key not in self._storages:
             self._track(x)
+        if key not in self._storages:
+            return
         reference, size, before = self._storages[key]
         if before == kind or (only and before not in only):
             return
@@ -184,7 +192,7 @@ def module_name(canonical: str) -> str:
     return "head" if canonical == "embedding.word.weight" else re.sub(r"^layers\.\d+\.|\.weight$", "", canonical)
 
 
-def by_module(flops: Counter[Product]) -> dict[str, dict[str, int]]:
+def by_module(flops: Mapping[Product, int]) -> dict[str, dict[str, int]]:
     """The same as module -> pass -> FLOPs."""
     table: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for product, count in flops.items():
