@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpt3d.config.cli import run_cli
+from gpt3d.config.cli import run_cli, without_run_folder
 from gpt3d.config.rules import require_valid
 from gpt3d.config.schema import RunConfig
 from gpt3d.data.errors import DataError
@@ -28,6 +28,7 @@ Train a GPT on this machine's GPUs or CPU, or as part of a world that torchrun, 
   python -m gpt3d.train                                       a tiny model on Shakespeare, 4 ranks, minutes on a CPU
   python -m gpt3d.train parallel=tp2 zero=3 trainer.steps=50  another layout of the same model
   python -m gpt3d.train model=70b parallel=tp8_pp2            what a large model needs, if it does not fit here
+  python -m gpt3d.train model=70b parallel=tp8_pp2 precision=bf16 dry_run=true    what one of its ranks does and holds
   torchrun --nproc-per-node 8 -m gpt3d.train model=8b parallel=tp8 precision=bf16
 """
 
@@ -38,14 +39,26 @@ def main() -> None:
 
     if (world := joining()) is not None:
         join_world(world, compose_on_rank_0, train_rank)
+    if any(argument.startswith("dry_run=") for argument in sys.argv[1:]):
+        sys.argv[1:] = without_run_folder(sys.argv[1:])
     try:
         with table_at_end():
-            run_cli(train_here, HELP, check=check_here)
+            run_cli(train_or_dry_run, HELP, check=check_here)
     except (DataError, RankFailed, RunDirError, SweepFailed) as failure:
         sys.exit(f"gpt3d: {failure}")
     except KeyboardInterrupt:
         print("gpt3d: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def train_or_dry_run(config: RunConfig) -> float | None:
+    """What `dry_run` asks for."""
+    if not config.dry_run:
+        return train_here(config)
+    from gpt3d.dryrun.command import print_dry_run
+
+    print_dry_run(config)
+    return None
 
 
 def train_here(config: RunConfig) -> float | None:
@@ -77,6 +90,10 @@ def check_here(config: RunConfig) -> None:
     from gpt3d import launch
     from gpt3d.checkpoint.settings import check_start
 
+    if config.dry_run:
+        from gpt3d.dryrun.command import check_dry_run
+
+        return check_dry_run(config)
     if config.cluster.device == "cpu" or not NVIDIA_DRIVER.exists():
         launch.preload()  # the server of the ranks imports torch while this process does
     from gpt3d.launch.machine import this_machine

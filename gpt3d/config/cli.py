@@ -80,6 +80,12 @@ def run_cli(
         sys.exit(USAGE_ERROR)
 
 
+def without_run_folder(argv: list[str]) -> list[str]:
+    """`argv` of a command that only prints: Hydra makes no folder for it. Sweeps and flags stay as typed."""
+    plain = not any(argument.startswith("-") for argument in argv)
+    return argv + (["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"] if plain else [])
+
+
 def full_help(help_text: str, config_name: str = "config") -> str:
     """The text of `--help`: the command, the groups with their options, and how to go on."""
     groups = group_options([conf_dir()])

@@ -346,9 +346,24 @@ def debugging(config: RunConfig, world: World) -> Iterator[Problem]:
         yield Problem("debug.profile_ranks", debug.profile_ranks, why, f"numbers below {count}, or [] for all ranks")
 
 
+def dry_run(config: RunConfig, world: World) -> Iterator[Problem]:
+    """A rank that exists, of a run that isn't started."""
+    if config.rank is not None and not config.dry_run:
+        yield Problem("rank", config.rank, "chooses the rank of a dry run, and this is none", "dry_run=true beside it")
+    if config.dry_run and world.ranks is not None:
+        fix = "python -m gpt3d.train ... dry_run=true, without torchrun, srun or mpirun"
+        yield Problem("dry_run", True, "a dry run is one process, and a launcher has started more", fix)
+    dp = _known_dp(config, world)
+    if config.rank is None or dp is None or config.rank < (count := model_ranks(config) * dp):
+        return
+    p = config.parallel
+    why = f"tp={p.tp} x pp={p.pp} x dp={dp} is {count} ranks, and they are numbered from 0"
+    yield Problem("rank", config.rank, why, f"0 to {count - 1}; rank=null is the one that needs most memory")
+
+
 RULES: tuple[Rule, ...] = (
     names, model_shape, tensor_parallel, pipeline, ranks, machine, memory, batch, zero, precision, learning_rate,
-    timeline, tensorboard, checkpoints, debugging,
+    timeline, tensorboard, checkpoints, debugging, dry_run,
 )  # fmt: skip
 
 

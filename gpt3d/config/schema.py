@@ -321,6 +321,8 @@ class RunConfig:
     run_dir: Optional[str] = None
     search: bool = False
     plan_json: Optional[str] = None
+    dry_run: bool = False
+    rank: Optional[int] = number(None, low=0)
 
 
 @dataclass(frozen=True)

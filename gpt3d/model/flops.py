@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gpt3d.config.schema import ModelConfig
+from gpt3d.config.arithmetic import num_microbatches, stage_layers
+from gpt3d.config.schema import ModelConfig, RunConfig
 
 
 def norm_parameters(model: ModelConfig) -> int:
@@ -80,3 +81,44 @@ def hardware_flops_per_token(model: ModelConfig, seq_len: int, recompute: str, c
     matrices, attention = _layer_flops_per_token(model, seq_len, causal_half)
     again = {"none": 0, "selective": attention, "full": matrices + attention}[recompute]
     return model_flops_per_token(model, seq_len, causal_half) + again
+
+
+def executed_flops_per_token(model: ModelConfig, seq_len: int, tp: int, recompute: str) -> dict[str, dict[str, int]]:
+    """FLOPs per token that one tensor-parallel rank executes: module -> pass -> FLOPs; of the layers' modules in one
+    layer, and of "head".
+
+    As torch's FLOP counter counts: matrix products only, the full attention square, and a fused attention backward of
+    five products, since the kernel computes the scores again. Key/value heads that several ranks copy and padding rows
+    of the vocabulary count.
+    """
+    h, gates = model.hidden_size, 2 if model.activation == "swiglu" else 1
+    query, kv = model.num_heads * model.head_dim // tp, max(model.num_kv_heads // tp, 1) * model.head_dim
+    inner = model.ffn_hidden_size // tp
+    forward = {
+        "attention.qkv": 2 * h * (query + 2 * kv),
+        "attention core": 4 * seq_len * query,
+        "attention.out": 2 * h * query,
+        "mlp.gate_up" if gates == 2 else "mlp.up": 2 * h * gates * inner,
+        "mlp.down": 2 * h * inner,
+        "head": 2 * h * (model.padded_vocab_size // tp),
+    }
+    table = {}
+    for name, flops in forward.items():
+        again = (recompute == "full" and name != "head") or (recompute == "selective" and name == "attention core")
+        backward = flops * 5 // 2 if name == "attention core" else 2 * flops
+        table[name] = {"forward": flops, "recompute": flops if again else 0, "backward": backward}
+    return table
+
+
+def rank_flops(config: RunConfig, dp: int, stage: int) -> dict[str, dict[str, int]]:
+    """FLOPs of one rank of this pipeline stage in one step: module -> pass -> FLOPs. A dry run counts the same."""
+    p, layers = config.parallel, stage_layers(config)
+    tokens = config.trainer.micro_batch_size * config.data.seq_len * num_microbatches(config, dp)
+    own = sum(layers[stage :: p.pp])
+    each = executed_flops_per_token(config.model, config.data.seq_len, p.tp, config.recompute)
+    if stage < p.pp - 1:
+        del each["head"]
+    return {
+        name: {step: flops * tokens * (1 if name == "head" else own) for step, flops in passes.items() if flops}
+        for name, passes in each.items()
+    }

@@ -22,7 +22,8 @@ def dropout(x: Tensor, p: float, seed: int) -> Tensor:
     """Zero each element with probability `p`, scale the others by 1/(1-p); the mask is a function of `seed`."""
     if p == 0.0:
         return x
-    generator = torch.Generator(device=x.device).manual_seed(seed)
+    # Tensors without numbers (a dry run) have no generator of their own, and need none.
+    generator = torch.Generator(device="cpu" if x.is_meta else x.device).manual_seed(seed)
     drop = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(p, generator=generator)
     return x.masked_fill(drop, 0.0) * (1.0 / (1.0 - p))
 

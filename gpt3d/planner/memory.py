@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from functools import cache
 
 from gpt3d.config.arithmetic import num_microbatches, stage_layers
-from gpt3d.config.schema import ModelConfig, RunConfig
+from gpt3d.config.schema import RunConfig
 from gpt3d.model.flops import layer_parameters, norm_parameters
 from gpt3d.pipeline.check import check
 from gpt3d.pipeline.schedule import all_ranks
+from gpt3d.planner.activations import BYTES, fullest_moment, largest_weight, layer_activations
+
+__all__ = ["BYTES", "layer_activations"]  # for those who import all of memory from here
 
 GB = 2**30
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 # The margin: what no count of tensors shows. Rounded up from what is usually seen on A100 and H100 nodes; not measured.
 CONTEXT_GB = 0.75  # CUDA context with its kernels, and cuBLAS's workspaces
@@ -34,9 +36,10 @@ class RankMemory:
     optimizer: int
     activations: int
     logits: int
+    work: int  # messages, gathered parameters, and what a layer needs beside its activations while it computes
     buffers: int
     margin: int
-    update: int  # fp32 copies of gradients while the optimizer steps, when activations and logits are gone
+    update: int  # what the optimizer step needs beyond the state, when activations, logits and work are gone
     host: int
 
     @property
@@ -46,13 +49,13 @@ class RankMemory:
 
     @property
     def step(self) -> int:
-        """What the optimizer step needs beyond the memory of the activations and logits, which are gone by then."""
-        return max(0, self.update - self.activations - self.logits)
+        """What the optimizer step needs beyond the memory of the activations, logits and work, which are gone then."""
+        return max(0, self.update - self.activations - self.logits - self.work)
 
     @property
     def device(self) -> int:
         """Every tensor on the device at the peak."""
-        return self.state + self.activations + self.logits + self.step + self.buffers
+        return self.state + self.activations + self.logits + self.work + self.step + self.buffers
 
     @property
     def total(self) -> int:
@@ -110,46 +113,6 @@ def piece_parameters(config: RunConfig) -> list[int]:
     return counts
 
 
-def layer_activations(
-    model: ModelConfig,
-    micro_batch: int,
-    seq_len: int,
-    tp: int = 1,
-    sequence_parallel: bool = False,
-    recompute: str = "none",
-    element: int = 2,
-    flash: bool = True,
-    on_cpu: bool = False,
-) -> int:
-    """Bytes that one layer keeps of one microbatch for its backward pass; `element` is the size of a number.
-
-    With 2-byte numbers, ffn 4h, dropout and no flash attention this is sbh(34 + 5as/h); flash attention never holds the
-    5as/h part, the attention matrix and its dropout mask.
-    """
-    tokens, h = micro_batch * seq_len, model.hidden_size
-    outside = tp if sequence_parallel else 1
-    if recompute == "full":
-        return tokens * h * element // outside
-    query, kv = model.num_heads * model.head_dim // tp, max(model.num_kv_heads // tp, 1) * model.head_dim
-    # Inputs of two norms, of QKV and of the MLP, and two 1-byte dropout masks: whole on every tp rank without SP.
-    whole = 2 * (h * element + _norm(model, element, on_cpu)) + (2 * h if model.hidden_dropout else 0)
-    # The output of QKV, in one piece, and the core's output; the fused kernel keeps rotated queries and keys as well.
-    rotated = query + kv if model.position == "rope" and recompute == "none" else 0
-    attention = (2 * query + 2 * kv + rotated) * element
-    # GELU keeps its input and output; SwiGLU gate, up, silu(gate) and their product.
-    mlp = (4 if model.activation == "swiglu" else 2) * model.ffn_hidden_size // tp * element
-    matrix = 0
-    if not flash and recompute == "none":
-        scores = model.num_heads // tp * seq_len
-        matrix = scores * (2 * element + 1 if model.attention_dropout else element)
-    return tokens * (whole // outside + attention + mlp + matrix)
-
-
-def _norm(model: ModelConfig, element: int, on_cpu: bool) -> int:
-    """Bytes a token that a norm keeps: its input; torch's RMSNorm on a CPU keeps that and the result, both in fp32."""
-    return model.hidden_size * (8 if on_cpu and model.norm == "rmsnorm" else element)
-
-
 @cache
 def pairs_in_flight(schedule: str, pp: int, chunks: int, microbatches: int) -> list[int]:
     """(microbatch, chunk) pairs whose activations each stage holds at its peak, counted on the schedule itself.
@@ -186,9 +149,7 @@ def stage_memory(config: RunConfig, dp: int, stage: int, on_cpu: bool = False, f
         return -(-parameters * size // dp) if cut else parameters * size
 
     weights, gradients, optimizer = map(held, (kinds.weights, kinds.gradients, kinds.optimizer), kinds.shared)
-    # The update works on fp32 gradients of what this rank updates; an fp32 accumulator that isn't sharded serves as is.
-    update = 0 if kinds.gradients == 4 and zero.stage < 2 else held(4, zero.stage >= 1)
-    host = 0
+    update, host = _update(config, dp, stage, on_cpu), 0
     if zero.offload_optimizer == "cpu":
         host, optimizer, update = optimizer, 0, 0
         # From stage 2 on the reduced gradients go to the host as well, where the update happens.
@@ -196,65 +157,54 @@ def stage_memory(config: RunConfig, dp: int, stage: int, on_cpu: bool = False, f
             host, gradients = host + gradients, 0
     if zero.offload_param == "cpu":
         host, weights = host + weights, 0
-    activations = _activations(config, dp, stage, on_cpu, flash)
-    logits = _logits(config, dp, stage)
-    buffers = _buffers(config, stage)
+    activations, logits, work, missing = fullest_moment(config, dp, stage, on_cpu, flash)
+    work, buffers = work + gathered_parameters(config, dp, stage), zero_buckets(config)
     axes = (config.parallel.tp, config.parallel.pp, dp)
     fixed = CONTEXT_GB + NCCL_GB * sum(axis > 1 for axis in axes)
-    margin = int(fixed * GB + FRAGMENTATION * (activations + logits + buffers))
+    margin = int(fixed * GB + FRAGMENTATION * (activations + logits + work + buffers))
     return RankMemory(
-        parameters, weights, gradients, optimizer, activations, logits, buffers, margin, update, host
+        parameters, weights, gradients - missing, optimizer, activations, logits, work, buffers, margin,
+        update + missing, host,
     )  # fmt: skip
 
 
-def _activations(config: RunConfig, dp: int, stage: int, on_cpu: bool, flash: bool) -> int:
-    """What the layers keep of the microbatches in flight, and the layer that is being computed again."""
-    tp, element = config.parallel.tp, BYTES[config.precision.dtype]
-    micro, seq, sp = config.trainer.micro_batch_size, config.data.seq_len, config.parallel.sequence_parallel and tp > 1
+def _update(config: RunConfig, dp: int, stage: int, on_cpu: bool) -> int:
+    """Bytes beyond weights, gradients and optimizer that the optimizer step needs at its peak.
 
-    def one_layer(recompute: str) -> int:
-        return layer_activations(config.model, micro, seq, tp, sp, recompute, element, flash, on_cpu)
-
-    kept = int(layers_in_flight(config, dp, stage) * one_layer(config.recompute))
-    kept += one_layer("none") if config.recompute == "full" else 0
-    if stage < config.parallel.pp - 1:
-        return kept
-    # The final norm's input and output.
-    norm = config.model.hidden_size * element + _norm(config.model, element, on_cpu)
-    return kept + (1 + _heads_in_flight(config, dp)) * (micro * seq * norm // (tp if sp else 1))
-
-
-def _heads_in_flight(config: RunConfig, dp: int) -> int:
-    """Microbatches beyond the one at work whose head still holds something: all under GPipe, which keeps the logits;
-    those whose weight gradient is to come under zb_h1, which keeps the logits' gradient."""
-    others, kind = max(0, num_microbatches(config, dp) - 1), config.pipeline.schedule
-    return others if kind == "gpipe" else min(config.parallel.pp - 1, others) if kind == "zb_h1" else 0
+    On CUDA Adam is one kernel; on a CPU torch's goes through the parameters with two fp32 temporaries, which under
+    ZeRO are as large as all that this rank updates.
+    """
+    zero, parameters, grad = config.zero.stage, stage_parameters(config, stage), BYTES[config.precision.grad_dtype]
+    if zero == 0:
+        temporaries = 8 * largest_weight(config, stage) if on_cpu else 0
+        copies = 4 * parameters if grad < 4 else 0  # fp32 gradients; those that are fp32 serve as they are
+        return max(parameters * grad if dp > 1 else 0, copies + temporaries)  # replicas reduce one flat copy
+    own = -(-parameters // dp)
+    temporaries = 8 * own if on_cpu else 0
+    if zero == 1 and grad > BYTES[config.precision.dtype]:
+        return temporaries  # DeepSpeed's BF16_Optimizer has its fp32 gradients ready
+    # The other stages flatten their part of the gradients in fp32; of stage 1's whole gradients only that part is left.
+    flat = max(4 * own, temporaries) if grad == 4 else 4 * own + temporaries
+    return flat - (parameters - own) * grad if zero == 1 else flat
 
 
-def _logits(config: RunConfig, dp: int, stage: int) -> int:
-    """Logits on the last stage: in fp32, and beside that in the compute type while they are made or differentiated."""
-    if stage < config.parallel.pp - 1:
+def zero_buckets(config: RunConfig) -> int:
+    """Bytes in which ZeRO 2 and 3 collect gradients before they are reduced."""
+    zero, element = config.zero, BYTES[config.precision.dtype]
+    return zero.reduce_bucket_size * element * (2 if zero.overlap_comm else 1) if zero.stage >= 2 else 0
+
+
+def gathered_parameters(config: RunConfig, dp: int, stage: int) -> int:
+    """Bytes of parameters that are whole under ZeRO-3 while a part of the model computes."""
+    zero, p, model = config.zero, config.parallel, config.model
+    if zero.stage < 3 or dp == 1:
         return 0
-    element, tokens = BYTES[config.precision.dtype], config.trainer.micro_batch_size * config.data.seq_len
-    numbers = tokens * (config.model.padded_vocab_size // config.parallel.tp)
-    kept = 4 if config.pipeline.schedule == "gpipe" else element
-    return numbers * (4 + (element if element < 4 else 0) + _heads_in_flight(config, dp) * kept)
-
-
-def _buffers(config: RunConfig, stage: int) -> int:
-    """What is there for moving or making something else: ZeRO's buckets and gathered parameters, pipeline messages, and
-    the gradients inside the layer that runs its backward (with SP, also its gathered input and output gradient)."""
-    model, zero, pp, tp = config.model, config.zero, config.parallel.pp, config.parallel.tp
-    element, tokens = BYTES[config.precision.dtype], config.trainer.micro_batch_size * config.data.seq_len
-    sp = tp if config.parallel.sequence_parallel else 1
-    buckets = zero.reduce_bucket_size * element * (2 if zero.overlap_comm else 1) if zero.stage >= 2 else 0
-    gathered = 0
-    if zero.stage == 3:  # a part while it computes and the next one ahead; embedding and head are parts too
-        layer, rows = layer_parameters(model, tp), model.padded_vocab_size // tp * model.hidden_size
-        gathered = (layer + max(layer, rows if stage in (0, pp - 1) else 0)) * element
-    messages = 4 * tokens * model.hidden_size // sp * element if pp > 1 else 0  # two each way, one on its way
-    width = (4 if model.activation == "swiglu" else 2) * model.ffn_hidden_size // tp + 2 * model.hidden_size
-    return buckets + gathered + messages + tokens * width * element
+    layer, rows = layer_parameters(model, p.tp), model.padded_vocab_size // p.tp * model.hidden_size
+    gathered = layer + max(layer, rows if stage in (0, p.pp - 1) else 0)  # a part at work and the next one
+    if p.pp == 1:  # DeepSpeed knows the order of the layers and keeps what is used again soon
+        kept = min(zero.max_live_parameters, zero.max_reuse_distance, stage_parameters(config, stage))
+        gathered = max(gathered, kept)
+    return gathered * BYTES[config.precision.dtype]
 
 
 def memory_by_stage(config: RunConfig, dp: int, on_cpu: bool = False) -> list[RankMemory]:
@@ -285,9 +235,7 @@ def run_memory(config: RunConfig, dp: int) -> int:
 
 def cpu_bytes_by_stage(config: RunConfig, dp: int) -> list[int]:
     """Bytes of one CPU rank of each pipeline stage, without the buckets, whose unwritten part takes no memory."""
-    zero = config.zero
-    unwritten = zero.reduce_bucket_size * BYTES[config.precision.dtype] * (2 if zero.overlap_comm else 1)
-    buckets = unwritten if zero.stage >= 2 else 0
+    buckets = zero_buckets(config)
     return [memory.device - buckets + memory.host for memory in memory_by_stage(config, dp, on_cpu=True)]
 
 

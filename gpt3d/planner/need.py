@@ -8,7 +8,7 @@ from gpt3d.config.schema import RunConfig
 from gpt3d.planner.memory import RankMemory, size, worst_rank
 from gpt3d.planner.table import columns
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "step", "buffers", "margin")
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "work", "step", "buffers", "margin")
 
 
 def layout_in_words(config: RunConfig, dp: int) -> str:

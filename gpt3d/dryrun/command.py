@@ -1,0 +1,41 @@
+"""`python -m gpt3d.train ... dry_run=true`: checks, runs, prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from gpt3d.config.arithmetic import World, resolve_dp
+from gpt3d.config.problems import ConfigError
+from gpt3d.config.rules import check, memory
+from gpt3d.config.schema import RunConfig
+from gpt3d.planner.memory import memory_by_stage, ranks_a_stage
+
+
+def check_dry_run(config: RunConfig) -> None:
+    """Raise ConfigError for what no machine could run. That it is too large for this one is no problem."""
+    if problems := check(config, World(), leave_out=[memory]):
+        raise ConfigError(problems)
+
+
+def print_dry_run(config: RunConfig) -> None:
+    """Run one step of the chosen rank on tensors without numbers; print what it does and holds."""
+    from gpt3d.dryrun.report import dry_run_data, dry_run_text
+    from gpt3d.dryrun.run import dry_run
+
+    dp = resolve_dp(config, World())
+    run = dry_run(config, dp, fullest_rank(config, dp) if config.rank is None else config.rank)
+    print(dry_run_text(config, run))
+    if config.plan_json is None:
+        return
+    try:
+        Path(config.plan_json).write_text(json.dumps(dry_run_data(config, run), indent=2) + "\n")
+    except OSError as error:
+        sys.exit(f"gpt3d: plan_json={config.plan_json} can't be written: {error.strerror}")
+
+
+def fullest_rank(config: RunConfig, dp: int) -> int:
+    """The first rank of the stage that needs most memory, as the planner sees it."""
+    need = [memory.total for memory in memory_by_stage(config, dp)]
+    return need.index(max(need)) * ranks_a_stage(config, dp)
