@@ -12,10 +12,10 @@ from gpt3d.config.cli import run_cli
 from gpt3d.config.problems import ConfigError
 from gpt3d.config.rules import check, memory
 from gpt3d.config.schema import RunConfig
+from gpt3d.planner.machine import machine_of
 from gpt3d.planner.report import memory_plan, memory_text, plan_data
 from gpt3d.planner.search import require_known, search
 from gpt3d.planner.search_report import search_data, search_text
-from gpt3d.planner.time import machine_of
 from gpt3d.planner.time_report import time_data, time_text
 
 HELP = """
@@ -56,8 +56,8 @@ def plan_layout(config: RunConfig) -> None:
     layout, machine = memory_plan(config), machine_of(config)
     text, data = memory_text(layout), plan_data(layout)
     if machine is not None:
-        text += "\n\n" + time_text(config, layout.dp, machine)
         data |= time_data(config, layout.dp, machine)
+        text += "\n\n" + time_text(data, layout.ranks)
     _finish(config, text, data, layout.fits is not False)
 
 

@@ -311,8 +311,11 @@ class RunConfig:
     init_from: Optional[str] = None
     run_name: str = MISSING
     run_dir: Optional[str] = None
+    allow_oom: bool = False
     search: bool = False
+    plan_tokens: Optional[float] = number(None, low=1.0)
     plan_json: Optional[str] = None
+    plan_pictures: Optional[str] = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from gpt3d.config.rules import check, memory
 from gpt3d.config.schema import PipelineConfig, RunConfig
 from gpt3d.planner.memory import GB, stage_memory
 from gpt3d.planner.report import gpu_memory, memory_plan
-from gpt3d.planner.time import Machine, StepTime, machine_of, step_time
+from gpt3d.planner.machine import Machine, machine_of
+from gpt3d.planner.time import StepTime, step_time
 
 BEST = 10
 MICRO_BATCHES = (1, 2, 4, 8, 16)
