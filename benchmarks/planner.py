@@ -18,8 +18,8 @@ from pathlib import Path
 from gpt3d.config.load import compose
 from gpt3d.config.schema import RunConfig
 from gpt3d.model.flops import hardware_flops_per_token, model_flops_per_token
-from gpt3d.planner.table import columns
 from gpt3d.planner.machine import Software, machine_of
+from gpt3d.planner.table import columns
 from gpt3d.planner.time import step_time
 
 NEEDED = ("layers", "hidden", "heads", "seq", "vocab", "tp", "pp", "micro_bs", "global_bs", "gpus")

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gpt3d.config.auto import auto_keys
 from gpt3d.config.cli import run_cli
 from gpt3d.config.rules import require_valid
 from gpt3d.config.schema import RunConfig
 from gpt3d.data.errors import DataError
 from gpt3d.launch import RankFailed
+from gpt3d.launch.environment import World
 from gpt3d.rank import train_rank
 
 HELP = """
@@ -23,6 +25,7 @@ Train a GPT on this machine's GPUs or CPU, or as part of a world that torchrun, 
   python -m gpt3d.train                                       a tiny model on Shakespeare, 4 ranks, minutes on a CPU
   python -m gpt3d.train parallel=tp2 zero=3 trainer.steps=50  another layout of the same model
   python -m gpt3d.train model=70b parallel=tp8_pp2            what a large model needs, if it does not fit here
+  python -m gpt3d.train model=125m parallel=auto zero=auto    the fastest layout that fits here
   torchrun --nproc-per-node 8 -m gpt3d.train model=8b parallel=tp8 precision=bf16
 """
 
@@ -34,7 +37,7 @@ def main() -> None:
     if (world := joining()) is not None:
         join_world(world, compose_on_rank_0, train_rank)
     try:
-        run_cli(train_here, HELP, check=check_here)
+        run_cli(train_here, HELP, check=check_here, resolve=resolve_here)
     except (DataError, RankFailed) as failure:
         sys.exit(f"gpt3d: {failure}")
     except KeyboardInterrupt:
@@ -64,6 +67,17 @@ def train_here(config: RunConfig) -> float | None:
     return results["validation_loss"]
 
 
+def resolve_here(config: RunConfig, joined: World | None = None) -> list[str]:
+    """Overrides for the keys left to the planner (parallel=auto); says which layout it takes. Raises ConfigError."""
+    from gpt3d.launch.machine import this_machine
+    from gpt3d.planner.auto import choose
+
+    choice = choose(config, this_machine(config, joined)) if auto_keys(config) else None
+    if choice is not None:
+        print(choice.text, flush=True)
+    return choice.overrides if choice else []
+
+
 def check_here(config: RunConfig) -> None:
     """Raise ConfigError with everything that keeps this configuration from running on this machine."""
     from gpt3d.checkpoint.settings import check_start
@@ -85,7 +99,10 @@ def compose_on_rank_0() -> dict[str, Any] | None:
         require_valid(config, this_machine(config, joining()))
         check_start(config)
 
-    run_cli(lambda config: composed.append(make_run_dir(config)), HELP, check=check)
+    def resolve(config: RunConfig) -> list[str]:
+        return resolve_here(config, joining())
+
+    run_cli(lambda config: composed.append(make_run_dir(config)), HELP, check=check, resolve=resolve)
     return composed[0] if composed else None
 
 

@@ -80,7 +80,9 @@ def machine_of(config: RunConfig, software: Software = Software()) -> Machine | 
     cluster = config.cluster
     gpu = lookup(cluster.gpu) if cluster.gpu else None
     peak = cluster.peak_tflops or (gpu.bf16_tflops if gpu else None)
-    intra, inter, count = cluster.intra_node_gb_per_s, cluster.inter_node_gb_per_s, cluster.gpus_per_node
+    intra = cluster.intra_node_gb_per_s or (gpu.link_gb_per_s if gpu else None)
+    inter = cluster.inter_node_gb_per_s or (intra if cluster.nodes == 1 else None)  # one node has no network between
+    count = cluster.gpus_per_node
     if gpu is None or peak is None or intra is None or inter is None or count is None:
         return None
     rate = peak * 1e12 / (2 if config.precision.dtype == "fp32" else 1)  # TF32 runs at half the bf16 rate

@@ -261,6 +261,9 @@ def _update(config: RunConfig, dp: int, machine: Machine, count: int) -> tuple[f
     optimizer, offload = held * 2 * (12 + gradient) / (machine.memory * MEMORY), 0.0
     if zero.offload_optimizer == "cpu":
         optimizer, offload = 0.0, held * ((gradient + weight) / PCIE + 28 / HOST_ADAM)
+        # DeepSpeed adds each microbatch to the sum on the host: there and back, in stage 2 all of it on every rank.
+        summed = held * (dp if zero.stage == 2 else 1) if zero.stage >= 2 else 0
+        offload += 2 * (count - 1) * summed * gradient / PCIE
     if zero.offload_param == "cpu":
         offload += 2 * count * held * weight / PCIE
     return optimizer, offload

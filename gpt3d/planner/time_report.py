@@ -51,6 +51,7 @@ def time_text(data: dict[str, Any], ranks: int) -> str:
     """`time_data` for the terminal."""
     seconds, hidden = data["seconds"], sum(data["seconds_hidden"].values())
     time = StepTime(**{part: seconds[part] for part in PARTS})
+    exposed = f"exposed communication {data['exposed_communication']:.1%}"
     by_kind = ", ".join(f"{PARTS[part]} {seconds[part]:.3g} s" for part in COMMUNICATION if seconds[part]) or "none"
     lines = [
         f"Estimated step: {seconds['total']:.3g} s. Seconds by cause; tp, pp, dp, zero and offload are communication:",
@@ -60,7 +61,7 @@ def time_text(data: dict[str, Any], ranks: int) -> str:
         f"{data['model_flops_per_s'] / ranks / 1e12:,.0f} TFLOP/s a GPU of {data['peak_flops_per_s_per_gpu'] / 1e12:g}",
         f"  MFU {data['mfu']:.1%}, HFU {data['hfu']:.1%} counting the full attention square; "
         f"{data['mfu_causal']:.1%} and {data['hfu_causal']:.1%} its causal half",
-        f"  bubble {data['bubble']:.1%} of the step; exposed communication {data['exposed_communication']:.1%}: {by_kind}"
+        f"  bubble {data['bubble']:.1%} of the step; {exposed}: {by_kind}"
         + (f"; {hidden:.3g} s more are hidden under compute" if hidden else ""),
     ]
     if budget := data.get("budget"):
