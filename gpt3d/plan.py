@@ -14,6 +14,7 @@ from gpt3d.config.rules import check, memory
 from gpt3d.config.schema import RunConfig
 from gpt3d.planner.auto import choose
 from gpt3d.planner.machine import machine_of
+from gpt3d.planner.pictures import write_pictures
 from gpt3d.planner.remedies import for_layout, for_model
 from gpt3d.planner.report import MemoryPlan, memory_plan, memory_text, plan_data
 from gpt3d.planner.search import Room, require_known, search
@@ -74,7 +75,18 @@ def plan_layout(config: RunConfig) -> None:
     if machine is not None:
         data |= time_data(config, layout.dp, machine)
         text += "\n\n" + time_text(data, layout.ranks)
+    if config.plan_pictures is not None:
+        text += "\n\n" + _pictures(layout, Path(config.plan_pictures))
     _finish(config, text, data, layout.fits is not False)
+
+
+def _pictures(layout: MemoryPlan, folder: Path) -> str:
+    """Draw the plan; a line that names the files. Ends the process if the folder can't be written."""
+    try:
+        written = write_pictures(layout, machine_of(layout.config), folder)
+    except OSError as error:
+        sys.exit(f"gpt3d: plan_pictures={folder} can't be written: {error.strerror}")
+    return f"pictures: {' '.join(map(str, written))}"
 
 
 def plan_search(config: RunConfig) -> None:

@@ -319,6 +319,9 @@ def timeline(config: RunConfig, world: World) -> Iterator[Problem]:
     if config.trainer.timeline and importlib.util.find_spec("matplotlib") is None:
         fix = "pip install 'gpt3d[plot]', or trainer.timeline=false"
         yield Problem("trainer.timeline", config.trainer.timeline, "pictures need matplotlib, which is missing", fix)
+    if config.plan_pictures is not None and importlib.util.find_spec("matplotlib") is None:
+        fix = "pip install 'gpt3d[plot]', or plan_pictures=null"
+        yield Problem("plan_pictures", config.plan_pictures, "pictures need matplotlib, which is missing", fix)
 
 
 def tensorboard(config: RunConfig, world: World) -> Iterator[Problem]:

@@ -225,10 +225,10 @@ def step_time(config: RunConfig, dp: int, machine: Machine, exact: bool = False)
     )
 
 
-def step_timeline(config: RunConfig, count: int, pace: Pace) -> Timeline | None:
+def step_timeline(config: RunConfig, count: int, pace: Pace, limit: int | None = SIMULATED) -> Timeline | None:
     """The schedule that the executor runs, with the time of each piece on it; None if it is too long to unroll."""
     kind, pp, chunks = config.pipeline.schedule, config.parallel.pp, config.pipeline.chunks
-    if pp == 1 or count * pp * chunks > SIMULATED:
+    if pp == 1 or (limit is not None and count * pp * chunks > limit):
         return None
     pieces = stage_layers(config)
     forwards, backwards = [n * pace.forward for n in pieces], [n * pace.backward for n in pieces]
