@@ -18,14 +18,23 @@ from pathlib import Path
 from gpt3d.config.load import compose
 from gpt3d.config.schema import RunConfig
 from gpt3d.model.flops import hardware_flops_per_token, model_flops_per_token
+from gpt3d.planner.machine import Software, machine_of
 from gpt3d.planner.table import columns
-from gpt3d.planner.time import machine_of, step_time
+from gpt3d.planner.time import step_time
 
 NEEDED = ("layers", "hidden", "heads", "seq", "vocab", "tp", "pp", "micro_bs", "global_bs", "gpus")
 CLUSTERS = {"A100-80GB": "a100", "A100-40GB": "a100_40gb", "H100-80GB": "h100"}
 # Jean Zay, where BLOOM was trained: four 100 Gb/s Omni-Path ports a node of eight GPUs (Le Scao et al. 2022).
 SLOW_NETWORK = {"BLOOM-PREQUEL": 6.25, "BLOOM-PROD": 6.25}
-FUSED = ("LLM-FOUNDRY",)  # sources that train with FlashAttention
+# What the programs of the time had. The ZeRO-3 runs of the 2021 table gather parameter by parameter, and as slowly as
+# through one network port a ring; overlapped collectives came to Megatron-LM with its paper of 2022.
+SOFTWARE = {
+    "LLM-FOUNDRY": Software("flash1"),
+    "SC21-T2": Software("unfused", overlaps_tp=False, shares_ports=False),
+    "KORTH22": Software("unfused"),
+    "KORTH22-T5": Software("unfused"),
+}
+OLD = Software("unfused", overlaps_tp=False)
 
 
 @dataclass(frozen=True)
@@ -105,9 +114,9 @@ def _measured(row: dict[str, str], config: RunConfig, gpus: int) -> float | None
 
 def error(run: Run) -> float:
     """Planned over published FLOP/s, minus 1."""
-    machine = machine_of(run.config)
+    machine = machine_of(run.config, SOFTWARE.get(run.source, OLD))
     assert machine is not None
-    return run.seconds / step_time(run.config, run.dp, machine, flash=run.source in FUSED).total - 1
+    return run.seconds / step_time(run.config, run.dp, machine).total - 1
 
 
 def summary(name: str, errors: list[float]) -> list[str]:

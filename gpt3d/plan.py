@@ -12,10 +12,13 @@ from gpt3d.config.cli import run_cli
 from gpt3d.config.problems import ConfigError
 from gpt3d.config.rules import check, memory
 from gpt3d.config.schema import RunConfig
-from gpt3d.planner.report import memory_plan, memory_text, plan_data
-from gpt3d.planner.search import require_known, search
-from gpt3d.planner.search_report import search_data, search_text
-from gpt3d.planner.time import machine_of
+from gpt3d.planner.auto import choose
+from gpt3d.planner.machine import machine_of
+from gpt3d.planner.pictures import write_pictures
+from gpt3d.planner.remedies import for_layout, for_model
+from gpt3d.planner.report import MemoryPlan, memory_plan, memory_text, plan_data
+from gpt3d.planner.search import Room, require_known, search
+from gpt3d.planner.search_report import remedy_data, search_data, search_text
 from gpt3d.planner.time_report import time_data, time_text
 
 HELP = """
@@ -35,7 +38,15 @@ def main() -> None:
     plain = not any(argument.startswith("-") for argument in argv)
     no_run_folder = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"] if plain else []
     sys.argv[1:] = [*argv, *no_run_folder]
-    run_cli(plan, HELP, check=check_plan)
+    run_cli(plan, HELP, check=check_plan, resolve=resolve_plan)
+
+
+def resolve_plan(config: RunConfig) -> list[str]:
+    """Overrides for the keys left to the planner (parallel=auto). Raises ConfigError."""
+    choice = None if config.search else choose(config, World())
+    if choice is not None:
+        print(choice.text)
+    return choice.overrides if choice else []
 
 
 def check_plan(config: RunConfig) -> None:
@@ -55,16 +66,40 @@ def plan_layout(config: RunConfig) -> None:
     """Print memory and time of this layout; the exit code says whether it fits."""
     layout, machine = memory_plan(config), machine_of(config)
     text, data = memory_text(layout), plan_data(layout)
+    if layout.fits is False and layout.gpu_gb is not None:
+        helps = for_layout(config, layout.dp, _room(layout))
+        data["changes"] = [remedy_data(remedy) for remedy in helps]
+        text += "\n" + "\n".join(
+            ["The cheapest changes that fit:", *(f"  {remedy}" for remedy in helps)] if helps else []
+        )
     if machine is not None:
-        text += "\n\n" + time_text(config, layout.dp, machine)
         data |= time_data(config, layout.dp, machine)
+        text += "\n\n" + time_text(data, layout.ranks)
+    if config.plan_pictures is not None:
+        text += "\n\n" + _pictures(layout, Path(config.plan_pictures))
     _finish(config, text, data, layout.fits is not False)
+
+
+def _pictures(layout: MemoryPlan, folder: Path) -> str:
+    """Draw the plan; a line that names the files. Ends the process if the folder can't be written."""
+    try:
+        written = write_pictures(layout, machine_of(layout.config), folder)
+    except OSError as error:
+        sys.exit(f"gpt3d: plan_pictures={folder} can't be written: {error.strerror}")
+    return f"pictures: {' '.join(map(str, written))}"
 
 
 def plan_search(config: RunConfig) -> None:
     """Print the best layouts of this model on these GPUs; the exit code says whether there is one."""
     result = search(config)
-    _finish(config, search_text(result), search_data(result), bool(result.plans))
+    helps = [] if result.plans else for_model(config, result.room)
+    _finish(config, search_text(result, helps), search_data(result, helps), bool(result.plans))
+
+
+def _room(layout: MemoryPlan) -> Room:
+    """The GPUs of this layout."""
+    per_node = min(layout.config.cluster.gpus_per_node or layout.ranks, layout.ranks)
+    return Room(layout.ranks, per_node, machine_of(layout.config), layout.gpu_gb, layout.host_gb)
 
 
 def _finish(config: RunConfig, text: str, data: dict[str, Any], good: bool) -> None:

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gpt3d.config.auto import auto_keys
 from gpt3d.config.cli import run_cli, without_run_folder
 from gpt3d.config.rules import require_valid
 from gpt3d.config.schema import RunConfig
 from gpt3d.data.errors import DataError
 from gpt3d.launch import RankFailed
+from gpt3d.launch.environment import World
 from gpt3d.launch.rundir import RunDirError
 from gpt3d.rank import train_rank
 from gpt3d.sweep.end import table_at_end
@@ -29,6 +31,7 @@ Train a GPT on this machine's GPUs or CPU, or as part of a world that torchrun, 
   python -m gpt3d.train parallel=tp2 zero=3 trainer.steps=50  another layout of the same model
   python -m gpt3d.train model=70b parallel=tp8_pp2            what a large model needs, if it does not fit here
   python -m gpt3d.train model=70b parallel=tp8_pp2 precision=bf16 dry_run=true    what one of its ranks does and holds
+  python -m gpt3d.train model=125m parallel=auto zero=auto    the fastest layout that fits here
   torchrun --nproc-per-node 8 -m gpt3d.train model=8b parallel=tp8 precision=bf16
 """
 
@@ -43,7 +46,7 @@ def main() -> None:
         sys.argv[1:] = without_run_folder(sys.argv[1:])
     try:
         with table_at_end():
-            run_cli(train_or_dry_run, HELP, check=check_here)
+            run_cli(train_or_dry_run, HELP, check=check_here, resolve=resolve_here)
     except (DataError, RankFailed, RunDirError, SweepFailed) as failure:
         sys.exit(f"gpt3d: {failure}")
     except KeyboardInterrupt:
@@ -85,6 +88,17 @@ def train_here(config: RunConfig) -> float | None:
     return results["validation_loss"]
 
 
+def resolve_here(config: RunConfig, joined: World | None = None) -> list[str]:
+    """Overrides for the keys left to the planner (parallel=auto); says which layout it takes. Raises ConfigError."""
+    from gpt3d.launch.machine import this_machine
+    from gpt3d.planner.auto import choose
+
+    choice = choose(config, this_machine(config, joined)) if auto_keys(config) else None
+    if choice is not None:
+        print(choice.text, flush=True)
+    return choice.overrides if choice else []
+
+
 def check_here(config: RunConfig) -> None:
     """Raise ConfigError with everything that keeps this configuration from running on this machine."""
     from gpt3d import launch
@@ -114,7 +128,10 @@ def compose_on_rank_0() -> dict[str, Any] | None:
         require_valid(config, this_machine(config, joining()))
         check_start(config)
 
-    run_cli(lambda config: composed.append(make_run_dir(config)), HELP, check=check)
+    def resolve(config: RunConfig) -> list[str]:
+        return resolve_here(config, joining())
+
+    run_cli(lambda config: composed.append(make_run_dir(config)), HELP, check=check, resolve=resolve)
     return composed[0] if composed else None
 
 

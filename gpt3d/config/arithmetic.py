@@ -13,7 +13,7 @@ class World:
     """What is known about the machines before anything starts; None: not known.
 
     `ranks` and `ranks_per_node` come from a launcher's environment; without one (`ranks` None) the ranks are started on
-    this machine. `gpus` are the visible ones here, `device` is cuda or cpu, `host_memory_gb` counts 2^30 bytes.
+    this machine. `gpus` are the visible ones here, `device` is cuda or cpu; GB are 2^30 bytes.
     """
 
     ranks: int | None = None
@@ -21,6 +21,8 @@ class World:
     gpus: int | None = None
     device: str | None = None
     host_memory_gb: float | None = None
+    gpu_name: str | None = None
+    gpu_memory_gb: float | None = None
 
 
 def device_of(cluster: ClusterConfig, world: World) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -30,10 +30,12 @@ def run_cli(
     help_text: str,
     config_name: str = "config",
     check: Callable[[RunConfig], None] | None = None,
+    resolve: Callable[[RunConfig], Sequence[str]] | None = None,
 ) -> None:
     """Compose the configuration from sys.argv and call `task` with it, once or once a job of a sweep.
 
-    `check` may raise ConfigError; a plain run calls it before Hydra makes a run folder, a sweep before each job.
+    `resolve` may add overrides, for keys left to the planner; they are recorded as if they had been typed. `check` may
+    raise ConfigError; a plain run calls it before Hydra makes a run folder, a sweep before each job.
     A refused configuration is one message on stderr and exit code 2. `task` ends the process with sys.exit for another
     code; its other exceptions pass through. `help_text` opens what `--help` prints.
     """
@@ -51,6 +53,8 @@ def run_cli(
     def job(config: DictConfig) -> Any:
         try:
             typed = to_typed(config)
+            if resolve is not None and not plain:
+                typed = to_typed(_merged(config, resolve(typed)))
             if check is not None and not plain:
                 check(typed)
             return task(typed)
@@ -61,8 +65,13 @@ def run_cli(
             raise
 
     try:
-        if check is not None and plain:
-            check(compose(argv, config_name))
+        if plain and (check is not None or resolve is not None):
+            typed = compose(argv, config_name)
+            if resolve is not None and (more := resolve(typed)):
+                sys.argv[1:] = [*argv, *quote_overrides(more, conf_dir())]
+                typed = compose(sys.argv[1:], config_name)
+            if check is not None:
+                check(typed)
         _with_full_errors(hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(job))
     except Exception as error:
         traceback = next((stack for raised, stack in failure if raised is error), None)
@@ -84,6 +93,13 @@ def without_run_folder(argv: list[str]) -> list[str]:
     """`argv` of a command that only prints: Hydra makes no folder for it. Sweeps and flags stay as typed."""
     plain = not any(argument.startswith("-") for argument in argv)
     return argv + (["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"] if plain else [])
+
+
+def _merged(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The composed configuration of a sweep's job with these overrides; its folder has been named before."""
+    merged = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def full_help(help_text: str, config_name: str = "config") -> str:

@@ -88,6 +88,6 @@ def _without_effect(config: RunConfig, world: World) -> Iterator[str]:
         yield "no clipping: optimizer.grad_clip=0"
     if parallel.allow_cross_node_tp and config.cluster.nodes == 1:
         yield "no effect: parallel.allow_cross_node_tp=true, since there is one node"
-    for key, value in (("search", config.search), ("plan_json", config.plan_json)):
-        if value:
+    for key in ("search", "plan_tokens", "plan_json", "plan_pictures"):
+        if getattr(config, key):
             yield f"no effect: {key}, which is for python -m gpt3d.plan"

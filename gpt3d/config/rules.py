@@ -26,6 +26,7 @@ from gpt3d.config.arithmetic import (
     total_ranks,
     tp_splits_heads,
 )
+from gpt3d.config.auto import AUTO, auto_keys
 from gpt3d.config.deepspeed import contradictions
 from gpt3d.config.problems import ConfigError, Problem, nearest
 from gpt3d.config.schema import RunConfig, leaves
@@ -37,7 +38,7 @@ Rule = Callable[[RunConfig, World], Iterator[Problem]]
 
 def check(config: RunConfig, world: World, leave_out: Sequence[Rule] = ()) -> list[Problem]:
     """Every reason why this configuration can't run in this world; empty if it can."""
-    broken = list(limits(config))
+    broken = [*limits(config), *left_to_planner(config)]
     usable = _neutral(config, broken)
     found = [problem for rule in RULES if rule not in leave_out for problem in rule(usable, world)]
     return broken + [problem for problem in found if not any(wrong.key in str(problem) for wrong in broken)]
@@ -71,7 +72,7 @@ def limits(config: RunConfig) -> Iterator[Problem]:
     """Choices and ranges from the schema's metadata."""
     for leaf in leaves():
         value = attrgetter(leaf.key)(config)
-        if value is None:
+        if value is None or value == AUTO.get(leaf.key):
             continue
         choices, low, high = (leaf.metadata.get(name) for name in ("choices", "low", "high"))
         if choices and value not in choices:
@@ -84,6 +85,13 @@ def limits(config: RunConfig) -> Iterator[Problem]:
             yield Problem(leaf.key, value, "is too small", f"{low:g} or more")
         elif high is not None and value > high:
             yield Problem(leaf.key, value, "is too large", f"{high:g} or less")
+
+
+def left_to_planner(config: RunConfig) -> Iterator[Problem]:
+    """Keys that nobody has chosen: gpt3d.train and gpt3d.plan do that before they check, the other commands don't."""
+    for key in auto_keys(config):
+        fix = "a value; python -m gpt3d.plan with the same words names one"
+        yield Problem(key, AUTO[key], "is left to the planner, which this command doesn't ask", fix)
 
 
 def names(config: RunConfig, world: World) -> Iterator[Problem]:
@@ -228,14 +236,17 @@ def machine(config: RunConfig, world: World) -> Iterator[Problem]:
 
 
 def memory(config: RunConfig, world: World) -> Iterator[Problem]:
-    """What is known to be too large: model state on a GPU, everything in a CPU machine's memory."""
-    if not _sizes_divide(config, world) or _too_few(config, world):
+    """What won't fit by the planner's count: a rank on its GPU, all ranks in a CPU machine's memory."""
+    if config.allow_oom or not _sizes_divide(config, world) or _too_few(config, world):
         return
     dp, device = resolve_dp(config, world), device_of(config.cluster, world)
     need, cluster = worst_rank(config, dp), config.cluster
-    if device == "cuda" and cluster.gpu_memory_gb is not None and need.state > cluster.gpu_memory_gb * GB:
-        why = f"weights, gradients and optimizer alone don't fit into {cluster.gpu_memory_gb:g} GB.\n    "
-        fix = "a larger tp or pp, a higher zero stage, more ranks; python -m gpt3d.plan search=true finds layouts"
+    gpu_gb = cluster.gpu_memory_gb or world.gpu_memory_gb
+    if device == "cuda" and gpu_gb is not None and need.total > gpu_gb * GB:
+        alone = need.state > gpu_gb * GB
+        what = "weights, gradients and optimizer alone" if alone else f"the {size(need.total)} of a rank"
+        why = f"{what} don't fit into {gpu_gb:g} GB.\n    "
+        fix = "parallel=auto takes one that fits, python -m gpt3d.plan search=true finds all; allow_oom=true starts it"
         yield Problem("model", None, why + describe_need(config, dp), fix)
     local_nodes = 1 if world.ranks is None or not world.ranks_per_node else world.ranks // world.ranks_per_node
     if device == "cpu" and world.host_memory_gb is not None:
@@ -247,7 +258,7 @@ def memory(config: RunConfig, world: World) -> Iterator[Problem]:
                 "model",
                 None,
                 why + describe_need(config, dp),
-                "a smaller model; for GPUs, start it on them (cluster=..., precision=bf16)",
+                "a smaller model; for GPUs, start it on them (cluster=..., precision=bf16); allow_oom=true starts it",
             )
 
 
@@ -308,6 +319,9 @@ def timeline(config: RunConfig, world: World) -> Iterator[Problem]:
     if config.trainer.timeline and importlib.util.find_spec("matplotlib") is None:
         fix = "pip install 'gpt3d[plot]', or trainer.timeline=false"
         yield Problem("trainer.timeline", config.trainer.timeline, "pictures need matplotlib, which is missing", fix)
+    if config.plan_pictures is not None and importlib.util.find_spec("matplotlib") is None:
+        fix = "pip install 'gpt3d[plot]', or plan_pictures=null"
+        yield Problem("plan_pictures", config.plan_pictures, "pictures need matplotlib, which is missing", fix)
 
 
 def tensorboard(config: RunConfig, world: World) -> Iterator[Problem]:
@@ -361,10 +375,12 @@ def dry_run(config: RunConfig, world: World) -> Iterator[Problem]:
     yield Problem("rank", config.rank, why, f"0 to {count - 1}; rank=null is the one that needs most memory")
 
 
-RULES: tuple[Rule, ...] = (
-    names, model_shape, tensor_parallel, pipeline, ranks, machine, memory, batch, zero, precision, learning_rate,
-    timeline, tensorboard, checkpoints, debugging, dry_run,
+# What a layout decides, and what it does not.
+LAYOUT_RULES: tuple[Rule, ...] = (tensor_parallel, pipeline, ranks, machine, memory, batch, zero)
+OTHER_RULES: tuple[Rule, ...] = (
+    names, model_shape, precision, learning_rate, timeline, tensorboard, checkpoints, debugging, dry_run,
 )  # fmt: skip
+RULES = OTHER_RULES[:2] + LAYOUT_RULES + OTHER_RULES[2:]
 
 
 def _known_dp(config: RunConfig, world: World) -> int | None:

@@ -319,10 +319,13 @@ class RunConfig:
     objective: str = one_of("validation_loss", "tokens_per_s", default="validation_loss")
     run_name: str = MISSING
     run_dir: Optional[str] = None
+    allow_oom: bool = False
     search: bool = False
+    plan_tokens: Optional[float] = number(None, low=1.0)
     plan_json: Optional[str] = None
     dry_run: bool = False
     rank: Optional[int] = number(None, low=0)
+    plan_pictures: Optional[str] = None
 
 
 @dataclass(frozen=True)

@@ -80,36 +80,51 @@ def chrome_trace(steps: Sequence[Timeline]) -> dict[str, Any]:
 def _figure(measured: Timeline, ideal: Timeline, title: str) -> Any:
     """Two panels on one time axis [ms]; a lighter shade is a higher chunk."""
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     ranks = len(measured.ranks)
     figure = Figure(figsize=(14, 2.2 + 0.9 * ranks), layout="constrained")
     panels = figure.subplots(2, 1, sharex=True)
     for axes, timeline, name in zip(panels, (measured, ideal), ("measured", "ideal"), strict=True):
-        _draw(axes, timeline)
+        draw_timeline(axes, timeline)
         axes.set_title(
             f"{name}: bubble {timeline.bubble:.1%}, {timeline.makespan * 1e3:.1f} ms", loc="left", fontsize=10
         )
     panels[1].set_xlabel("ms")
     panels[1].set_xlim(0, max(measured.makespan, ideal.makespan) * 1e3)
-    used = {span.action.kind for spans in measured.ranks for span in spans}
-    figure.legend(
-        handles=[Patch(color=COLORS[k], label=NAMES[k]) for k in Kind if k in used], loc="outside right upper"
-    )
+    legend_of(figure, measured)
     figure.suptitle(title, fontsize=11)
     return figure
 
 
-def _draw(axes: Any, timeline: Timeline) -> None:
+def legend_of(figure: Any, timeline: Timeline) -> None:
+    """What the colors of this timeline mean, at the right of the figure."""
+    from matplotlib.patches import Patch
+
+    used = {span.action.kind for spans in timeline.ranks for span in spans}
+    handles = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in Kind if kind in used]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False)
+
+
+def draw_timeline(axes: Any, timeline: Timeline) -> None:
+    """Bars of one timeline [ms], a row a stage; a lighter shade is a higher chunk."""
     for rank, spans in enumerate(timeline.ranks):
+        bars: dict[tuple[Kind, int], list[tuple[float, float]]] = {}
+        few = len(spans) <= MAX_LABELS
         for span in spans:
             start, width = (span.start - timeline.start) * 1e3, (span.end - span.start) * 1e3
-            shade = max(0.4, 1.0 - 0.25 * span.action.chunk)
-            axes.barh(
-                rank, width, left=start, height=0.8, color=COLORS[span.action.kind], alpha=shade, edgecolor="white"
-            )
-            if len(spans) <= MAX_LABELS:
+            bars.setdefault((span.action.kind, span.action.chunk), []).append((start, width))
+            if few and width > 0.009e3 * timeline.makespan:  # room for two digits
                 label = str(span.action.microbatch)
                 axes.text(start + width / 2, rank, label, ha="center", va="center", fontsize=7, color="white")
+        for (kind, chunk), boxes in bars.items():
+            shade = max(0.4, 1.0 - 0.25 * chunk)
+            axes.broken_barh(
+                boxes,
+                (rank - 0.4, 0.8),
+                color=COLORS[kind],
+                alpha=shade,
+                edgecolor="white",
+                linewidth=0.8 if few else 0.2,
+            )
     axes.set_yticks(range(len(timeline.ranks)), [f"stage {rank}" for rank in range(len(timeline.ranks))])
-    axes.invert_yaxis()
+    axes.set_ylim(len(timeline.ranks) - 0.5, -0.5)

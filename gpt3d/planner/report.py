@@ -41,6 +41,11 @@ class MemoryPlan:
     host_need: int  # bytes of the fullest machine
 
     @property
+    def ranks(self) -> int:
+        """GPUs of the layout."""
+        return len(self.stages) * self.config.parallel.tp * self.config.parallel.cp * self.dp
+
+    @property
     def fullest(self) -> RankMemory:
         """The rank that needs the largest GPU."""
         return max(self.stages, key=lambda memory: memory.total)
@@ -76,9 +81,8 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
 def memory_text(plan: MemoryPlan) -> str:
     """The plan for the terminal."""
     config, dp = plan.config, plan.dp
-    ranks = len(plan.stages) * config.parallel.tp * dp
     lines = [
-        f"{layout_in_words(config, dp)}: {ranks} GPU{'s' if ranks > 1 else ''}",
+        f"{layout_in_words(config, dp)}: {plan.ranks:,} GPU{'s' if plan.ranks > 1 else ''}",
         batch_in_words(config, dp),
         "",
         *_state_lines(config, dp),

@@ -33,9 +33,9 @@ def test_issue_s_options_exist() -> None:
     options = group_options([conf_dir()])
     models = "tiny 125m 350m 760m 1.3b 2.7b 6.7b 13b 175b 1b 3b 8b 70b 405b"
     assert set(models.split()) == set(options["model"])
-    layouts = "single dp2 dp4 tp2 tp4 tp2_dp2 pp2 pp4 tp2_pp2 tp2_pp2_dp2 tp8 tp8_pp2 tp8_pp4 tp8_pp8 tp8_pp16"
+    layouts = "single dp2 dp4 tp2 tp4 tp2_dp2 pp2 pp4 tp2_pp2 tp2_pp2_dp2 tp8 tp8_pp2 tp8_pp4 tp8_pp8 tp8_pp16 auto"
     assert set(layouts.split()) == set(options["parallel"])
-    assert options["zero"] == ["0", "1", "2", "3", "3_offload"]
+    assert options["zero"] == ["0", "1", "2", "3", "3_offload", "auto"]
     assert {"local", "a100", "a100_40gb", "h100", "h200", "b200"} == set(options["cluster"])
 
 

@@ -82,3 +82,31 @@ def test_refusal_is_one_readable_message(make: Make) -> None:
     config.cluster.nodes = 1
     (problem,) = check(config, World())
     assert problem.key == "model" and "don't fit into 80 GB" in problem.why and "optimizer" in problem.why
+
+
+def test_pictures(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make("70b", {"cluster.nodes": 8, "trainer.global_batch_size": 64, "plan_pictures": str(tmp_path / "new")})
+    with pytest.raises(SystemExit):
+        plan_layout(config)
+    names = sorted(path.name for path in (tmp_path / "new").iterdir())
+    assert names == ["memory.png", "memory.svg", "timeline.png", "timeline.svg"]
+    assert all(f"{tmp_path / 'new' / name}" in capsys.readouterr().out for name in names[:1])
+    assert (tmp_path / "new" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "file").touch()
+    config.plan_pictures = str(tmp_path / "file")
+    with pytest.raises(SystemExit, match=r"plan_pictures=.* can't be written"):
+        plan_layout(config)
+
+
+def test_json_has_everything(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    changes = {"cluster.nodes": 8, "trainer.global_batch_size": 64, "plan_tokens": 1e12, "plan_json": str(path)}
+    with pytest.raises(SystemExit):
+        plan_layout(make("70b", changes))
+    data = json.loads(path.read_text())
+    seconds = data["seconds"]
+    assert seconds["total"] == pytest.approx(sum(value for part, value in seconds.items() if part != "total"))
+    assert data["tokens_per_s"] == pytest.approx(64 * 8192 / seconds["total"])
+    assert data["model_flops_per_s"] == pytest.approx(data["mfu"] * 64 * data["peak_flops_per_s_per_gpu"])
+    assert data["hfu"] == data["mfu"] > data["mfu_causal"] > 0.2
+    assert data["budget"]["gpu_hours"] == pytest.approx(1e12 / data["tokens_per_s_per_gpu"] / 3600)
