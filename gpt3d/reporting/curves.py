@@ -92,8 +92,7 @@ def _by_layer(runs: list[Run], stem: str) -> list[Curve]:
     for number, run in enumerate(runs):
         lines = run.with_key(f"{stem}_layer_0")
         layers = [lines[-1].get(f"{stem}_layer_{i}") for i in range(len(lines[-1]))] if lines else []
-        points = [(float(i), value) for i, value in enumerate(layers) if is_number(value)]
-        curves.append(Curve(number, run.label, points))
+        curves.append(Curve(number, run.label, thin(list(enumerate(layers)))))
     return curves
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console as Terminal
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -92,7 +92,10 @@ class LiveConsole(Console):
         parts: list[RenderableType] = [head, ProgressBar(total=max(self.total, 1), completed=self.done)]
         if m:
             parts += self._numbers(width - 4)
-        return Panel(Group(*parts), title=Text(self.title, no_wrap=True), title_align="left", width=min(width, 120))
+        rows = Table.grid()
+        for part in parts:
+            rows.add_row(part)
+        return Panel(rows, title=Text(self.title, no_wrap=True), title_align="left", width=min(width, 120))
 
     def _numbers(self, width: int) -> Iterator[RenderableType]:
         m = self.seen
