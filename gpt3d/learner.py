@@ -20,6 +20,8 @@ from gpt3d.pipeline.executor import Executor, Microbatch
 from gpt3d.pipeline.recorder import Recorder
 from gpt3d.pipeline.simulate import Timeline
 from gpt3d.pipeline.transport import connect
+from gpt3d.tracking.layer_norms import LayerNorms
+from gpt3d.tracking.metrics import Metrics
 from gpt3d.tracking.stopwatch import Stopwatch
 from gpt3d.zero.engine import DTYPES, new_engine, sharder
 
@@ -54,6 +56,9 @@ class Learner:
         self.layout, self.seed, self.zero_stage = layout, config.seed, config.zero.stage
         self.engine = new_engine(config, layout, build_chunks(config, layout, sharder(config, layout)))
         self.stopwatch = Stopwatch(layout.device)
+        self.num_layers = config.model.num_layers
+        self.layer_norms: LayerNorms | None = None
+        self.sent = [0, 0]  # bytes over TP and PP in the training steps since `take_sent`
         self.before_update: Callable[[], None] = lambda: None  # who still reads the optimizer's state has it wait here
         self.seq_len, self.micro_batch_size = config.data.seq_len, config.trainer.micro_batch_size
         self.padded_vocab_size = config.model.padded_vocab_size
@@ -74,12 +79,14 @@ class Learner:
         tokens = self.count_targets(rows)
         if tokens == 0:
             return Outcome(torch.zeros((), device=self.layout.device), 0, 0.0, True)
+        before = self._sent()
         self.stopwatch.start()
         loss_sum = self.executor.train(self._to_device(rows), self.layout.dp.size / tokens)
         self.stopwatch.lap("forward_backward")
         self.before_update()
         result = self.engine.step(lr)
         self.stopwatch.lap("optimizer")
+        self.sent = [total + now - then for total, now, then in zip(self.sent, self._sent(), before, strict=True)]
         return Outcome(loss_sum, tokens, result.grad_norm, result.skipped)
 
     def start_recording(self) -> None:
@@ -92,6 +99,32 @@ class Learner:
         assert recorder is not None, "start_recording comes first"
         first = self.layout.at.tp == 0 and self.layout.at.dp == 0
         return recorder.gather() if first else None
+
+    def take_bubble(self) -> float | None:
+        """Stop recording; the idle share of this rank's pipeline, None if nothing ran. Collective."""
+        recorder, self.executor.recorder = self.executor.recorder, None
+        assert recorder is not None, "start_recording comes first"
+        return recorder.bubble()
+
+    def watch_layers(self) -> None:
+        """Take the norms of each layer in the next step. Reading all gradients costs about one more reduction."""
+        self.layer_norms = LayerNorms(self.engine.module, self.num_layers, self.layout)
+        self.engine.on_gradients = self.layer_norms.gradients
+
+    def take_layer_norms(self) -> Metrics:
+        """Stop watching; the norms, equal on all ranks. Collective."""
+        watched, self.layer_norms, self.engine.on_gradients = self.layer_norms, None, None
+        assert watched is not None, "watch_layers comes first"
+        return watched.read()
+
+    def take_sent(self, steps: int) -> tuple[float, float]:
+        """Bytes that this rank has sent over TP and PP, a step, in the `steps` since the last call."""
+        (tp, pp), self.sent = self.sent, [0, 0]
+        return tp / max(steps, 1), pp / max(steps, 1)
+
+    def _sent(self) -> tuple[int, int]:
+        layout = self.layout
+        return layout.tp.sent.total + layout.kv.sent.total, self.executor.transport.sent + layout.ends.sent.total
 
     def evaluate(self, rows: Sequence[Rows]) -> tuple[float, int]:
         """Summed loss [nats] and number of targets over all replicas; each may bring another number of rows.

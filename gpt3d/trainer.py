@@ -25,11 +25,13 @@ from gpt3d.parallel.device import Device
 from gpt3d.parallel.layout import Sizes, create_layout
 from gpt3d.pipeline.describe import stage_text
 from gpt3d.pipeline.picture import bubble_in_words, write_timelines
-from gpt3d.pipeline.simulate import Timeline
+from gpt3d.pipeline.simulate import Timeline, ideal_of
 from gpt3d.planner.hardware import peak_tflops
+from gpt3d.planner.report import run_plan
+from gpt3d.planner.traffic import zero_bytes
 from gpt3d.tracking.banner import banner, summary
-from gpt3d.tracking.memory import memory_metrics
 from gpt3d.tracking.metrics import Ema, Meter, Metrics, perplexity
+from gpt3d.tracking.ranks import node_metrics, rank_metrics
 from gpt3d.tracking.tracker import Tracker
 
 
@@ -67,7 +69,8 @@ class Trainer:
         self.validation_loss: float | None = None
         self.first_step, self.timelines = 0, list[Timeline]()
         self.run_dir = Path(config.run_dir or ".")
-        self.tracker = Tracker(config, self.run_dir, is_main=self.layout.rank == 0)
+        plan = run_plan(config, sizes.dp, device.kind)
+        self.tracker = Tracker(config, self.run_dir, is_main=self.layout.rank == 0, plan=plan)
         self.checkpoints = RunCheckpoints(config, self.learner, self.data.fingerprint, self.run_dir, self.say)
         self.aids = Aids(config, self.learner, self.run_dir, self.say)
         resumed = self.checkpoints.resume()
@@ -102,7 +105,9 @@ class Trainer:
                     self.checkpoints.at_stop(self.step, self.progress)
                     raise
                 if metrics is not None:
+                    begun_logging = time.perf_counter()
                     self.log(metrics)
+                    self.meter.logged(time.perf_counter() - begun_logging)
                     first_loss = first_loss if first_loss is not None else self.loss
                 if t.eval_interval and self.step % t.eval_interval == 0 and self.step < t.steps:
                     self.validate()
@@ -125,6 +130,9 @@ class Trainer:
         if (verdict := self.aids.verdict(first_loss, self.loss)) is not None:
             self.say(verdict)
         text = self.sample()
+        if text is not None:
+            self.tracker.event("sample", step=self.step, text=text)
+        self.tracker.end_panel()
         self.say(summary(self.config, results, text, self.run_dir))
         return results
 
@@ -133,13 +141,20 @@ class Trainer:
         batch = self.aids.next(self.batches)
         lr = lr_at(self.step, self.config.optimizer.lr, self.config.lr, self.config.trainer.steps)
         t = self.config.trainer
-        recording = t.timeline and 0 < self.step - self.first_step <= t.timeline_steps
-        if recording:
+        tracking, logged = self.config.tracking, self._is_logged(self.step + 1)
+        timeline = t.timeline and 0 < self.step - self.first_step <= t.timeline_steps
+        if recording := timeline or (logged and self.layout.sizes.pp > 1):
             self.learner.start_recording()
+        watching = tracking.layer_norms_interval and (self.step + 1) % tracking.layer_norms_interval == 0
+        if watching:
+            self.learner.watch_layers()
         with self.aids.step(self.step):
             outcome = self.learner.step([_rows(micro_batch) for micro_batch in batch], lr)
-        if recording:
-            self._keep_timeline()
+        bubble = None
+        if timeline:
+            bubble = self._keep_timeline()
+        elif recording:
+            bubble = self.learner.take_bubble()
         self.step += 1
         self.tokens += self.meter.tokens_per_step
         self.meter.count(self.batches.wait_seconds)
@@ -150,13 +165,16 @@ class Trainer:
         if check_interval and self.step % check_interval == 0:
             self.learner.check_copies()
         self.tracker.advance()
-        interval = self.config.tracking.log_interval
-        if self.step % interval and self.step not in (1, self.config.trainer.steps):
-            return None
-        return self._metrics(lr, outcome)
+        if watching:
+            self.log({"step": self.step, **self.learner.take_layer_norms()})
+        return self._metrics(lr, outcome, bubble) if logged else None
 
-    def _metrics(self, lr: float, outcome: Outcome) -> Metrics:
+    def _is_logged(self, step: int) -> bool:
+        return step % self.config.tracking.log_interval == 0 or step in (1, self.config.trainer.steps)
+
+    def _metrics(self, lr: float, outcome: Outcome, bubble: float | None) -> Metrics:
         """The one dictionary of this step. Collective: the loss comes from the last stage, memory from all ranks."""
+        begun = time.perf_counter()
         loss = self.learner.total(self.loss_sum) / max(self.loss_tokens, 1)
         self.loss_sum, self.loss_tokens = torch.zeros_like(self.loss_sum), 0
         if not math.isfinite(loss):
@@ -172,23 +190,29 @@ class Trainer:
             "skipped_steps": self.skipped,
             "tokens": self.tokens,
             "samples": self.batches.consumed_samples,
-            **memory_metrics(self.device, self.layout),
+            "pipeline_bubble": bubble,
+            "dp_bytes": zero_bytes(self.config, self.layout.dp.size, self.config.zero.stage),
+            **rank_metrics(self.device, self.layout, self.learner.take_sent(self.meter.steps)),
+            **(node_metrics(self.device, self.layout) if self.config.tracking.node_metrics else {}),
             **self.meter.read(self.step, self.learner.stopwatch.read()),
         }
         self.loss = loss
+        self.meter.logged(time.perf_counter() - begun)
         return metrics
 
-    def _keep_timeline(self) -> None:
-        """Collect the step's timeline; after the last one draw them and log the bubble."""
+    def _keep_timeline(self) -> float | None:
+        """Collect the step's timeline, draw them after the last one; the step's bubble (on rank 0)."""
         timeline = self.learner.take_timeline()
         if timeline is None:
-            return
+            return None
         self.timelines.append(timeline)
         if len(self.timelines) == self.config.trainer.timeline_steps:
             chunks = self.config.pipeline.chunks
             files = write_timelines(self.timelines, chunks, self.config.run_name, self.run_dir)
             self.say(f"{bubble_in_words(self.timelines, chunks)}; drawn in {files[0]}")
-            self.log({"step": self.step + 1, "pipeline_bubble": timeline.bubble})
+            ideal = ideal_of(timeline, chunks).bubble
+            self.tracker.event("timeline", step=self.step + 1, bubble=timeline.bubble, ideal=ideal)
+        return timeline.bubble
 
     def _watch_skips(self, outcome: Outcome) -> None:
         """Count steps without an update; all ranks see the same ones and stop together when there are too many."""
@@ -198,6 +222,7 @@ class Trainer:
         if outcome.skipped:
             why = "its gradients are not finite" if outcome.tokens else "its batch has no target tokens"
             self.say(f"step {self.step} skipped: {why}{scale}")
+            self.tracker.event("skipped", step=self.step, why=why)
         limit = self.config.precision.max_skipped_steps
         if self.skipped_in_a_row >= limit:
             raise TrainingStopped(

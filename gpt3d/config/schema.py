@@ -259,6 +259,9 @@ class TrackingConfig:
     log_interval: int = number(10, low=1)
     progress_bar: bool = True
     finish_seconds: float = number(30.0, low=1.0)
+    report: bool = True
+    layer_norms_interval: int = number(0, low=0)
+    node_metrics: bool = False
     tensorboard: bool = False
     wandb: WandbConfig = field(default_factory=WandbConfig)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import Progress as Bar
 
 import gpt3d
 from gpt3d.data.errors import DataError
@@ -124,14 +125,18 @@ class Progress:
         self._start = self._logged = time.monotonic()
         self._bar: Any = None
         if sys.stderr.isatty():
-            self._bar = tqdm(total=total, unit=unit, unit_scale=True, unit_divisor=1024, desc="preparing", leave=False)
+            self._bar = Bar(
+                *Bar.get_default_columns(), "{task.fields[words]}", console=Console(stderr=True), transient=True
+            )
+            self._task = self._bar.add_task("preparing", total=self._total, words="")
+            self._bar.start()
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar is not None:
-            self._bar.close()
+            self._bar.stop()
 
     def add(self, step: Step) -> None:
         """Count what was done since the last call."""
@@ -144,8 +149,7 @@ class Progress:
         rate = done.tokens / max(now - self._start, 1e-9)
         words = f"{done.documents:,} documents, {rate:,.0f} tokens/s"
         if self._bar is not None:
-            self._bar.set_postfix_str(words, refresh=False)
-            self._bar.update(step.units)
+            self._bar.update(self._task, completed=done.units, words=words)
         elif now - self._logged > _LOG_SECONDS:
             self._logged = now
             left = (now - self._start) * max(0, self._total - done.units) / max(done.units, 1)

@@ -160,7 +160,9 @@ class _Rank:
         """The step up to the optimizer."""
         shape = (self.config.trainer.micro_batch_size, self.config.data.seq_len)
         rows = [
-            Microbatch(*(torch.empty(shape, dtype=torch.long, device=META) for _ in ("tokens", "labels")), i)
+            Microbatch(
+                torch.empty(shape, dtype=torch.long, device=META), torch.empty(shape, dtype=torch.long, device=META), i
+            )
             for i in range(microbatches)
         ]
         self.tracker.rename("work", "inputs")

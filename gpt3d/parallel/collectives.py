@@ -37,6 +37,7 @@ def all_reduce(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     if group.size == 1:
         return x.view_as(x)
     out = x.contiguous().clone()
+    group.count(out, passes=2)
     dist.all_reduce(out, op=op, group=group.handle)
     return out
 
@@ -46,6 +47,7 @@ def all_gather_first(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x.view_as(x)
     out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    group.count(out)
     dist.all_gather_single(out, x.contiguous(), group=group.handle)
     return out
 
@@ -55,6 +57,7 @@ def reduce_scatter_first(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x.view_as(x)
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    group.count(x)
     dist.reduce_scatter_single(out, x.contiguous(), group=group.handle)
     return out
 

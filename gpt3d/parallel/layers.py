@@ -74,6 +74,7 @@ class ColumnLinearFunction(torch.autograd.Function):
         full: Tensor | None = None if layout.sequence_parallel else x
         if layout.sequence_parallel and not splitting():
             full = x.new_empty((x.shape[0] * layout.tp.size, *x.shape[1:]))
+            layout.tp.count(full)
             handle = dist.all_gather_single(full, x.contiguous(), group=layout.tp.handle, async_op=True)
         dx = grad @ weight
         if handle is not None:
@@ -81,8 +82,10 @@ class ColumnLinearFunction(torch.autograd.Function):
         summed = dx
         if layout.sequence_parallel:
             summed = torch.empty_like(x)
+            layout.tp.count(dx)
             handle = dist.reduce_scatter_single(summed, dx, group=layout.tp.handle, async_op=True)
         elif layout.tp.size > 1:
+            layout.tp.count(summed, passes=2)
             handle = dist.all_reduce(summed, group=layout.tp.handle, async_op=True)
         dw = weight_gradient(ctx, 1, lambda: _product(grad, all_gather_first(x, layout.tp) if full is None else full))
         if handle is not None:

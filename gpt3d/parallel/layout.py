@@ -6,11 +6,12 @@ Ranks are numbered with TP fastest, then CP, DP, PP (tensor-parallel neighbours 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest first
 
@@ -62,6 +63,13 @@ class Sizes:
         return [tuple(ranks) for ranks in found.values()]
 
 
+@dataclass
+class Sent:
+    """Bytes that this rank has sent in a group, counted where its collectives are issued."""
+
+    total: int = 0
+
+
 @dataclass(frozen=True)
 class Group:
     """Some ranks that communicate. `handle` is None for a group of one, on which every collective is a no-op."""
@@ -69,10 +77,15 @@ class Group:
     ranks: tuple[int, ...]
     rank: int  # this rank's place in `ranks`
     handle: Any = None
+    sent: Sent = field(default_factory=Sent, compare=False, repr=False)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def count(self, whole: Tensor, passes: int = 1) -> None:
+        """A collective on the buffer `whole`: a ring sends all but one part of it, an all-reduce in 2 `passes`."""
+        self.sent.total += passes * whole.numel() * whole.element_size() * (self.size - 1) // self.size
 
 
 @dataclass(frozen=True)

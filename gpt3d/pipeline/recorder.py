@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gpt3d.parallel.collectives import all_gather_first
 from gpt3d.parallel.layout import Layout
 from gpt3d.pipeline.schedule import Action
 from gpt3d.pipeline.simulate import Span, Timeline
@@ -53,6 +54,16 @@ class Recorder:
         if self.cuda:
             torch.cuda.synchronize(self.layout.device)
         return [Span(action, self._seconds(start), self._seconds(end)) for action, start, end in self._marks]
+
+    def bubble(self) -> float | None:
+        """Idle share of this rank's pipeline in the step, None if nothing ran. Collective over the pipeline."""
+        if not self._marks:
+            return None
+        spans = self.spans()
+        own = [min(s.start for s in spans), max(s.end for s in spans), sum(s.end - s.start for s in spans)]
+        table = all_gather_first(torch.tensor([own], device=self.layout.device), self.layout.pp)
+        makespan = float(table[:, 1].max() - table[:, 0].min())
+        return max(0.0, 1 - float(table[:, 2].sum()) / (self.layout.pp.size * makespan)) if makespan else 0.0
 
     def _seconds(self, mark: Any) -> float:
         return self._zero.elapsed_time(mark) / 1e3 if self.cuda else mark - self._zero_host

@@ -28,12 +28,14 @@ class Channel:
     device: torch.device
     pending: deque[tuple[Any, Tensor]] = field(default_factory=deque)
     finished: int = 0  # sends that are over, since the last flush
+    sent: int = 0  # bytes, since the start
 
     def send(self, message: Tensor) -> None:
         """Start sending; the message is kept until it has left, as far as that is known."""
         while self.pending and self.pending[0][0].is_completed():
             self._finish_first()
         message = message.contiguous()
+        self.sent += message.numel() * message.element_size()
         self.pending.append((dist.isend(message, self.peer, group=self.handle), message))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receipt:
@@ -107,6 +109,12 @@ class Transport:
         for channel, count in ((self.send_activation, arrived.activations), (self.send_gradient, arrived.gradients)):
             if channel is not None:
                 channel.release(count)
+
+    @property
+    def sent(self) -> int:
+        """Bytes sent to other ranks since the start."""
+        channels = (self.send_activation, self.send_gradient)
+        return sum(channel.sent for channel in channels if channel is not None)
 
     def flush(self) -> None:
         """Wait until everything sent has left."""

@@ -92,8 +92,15 @@ class Rank:
         tokens = c.trainer.micro_batch_size * c.data.seq_len
         query, kv = c.model.num_heads * c.model.head_dim // tp, max(c.model.num_kv_heads // tp, 1) * c.model.head_dim
         full, inner = tokens * c.model.hidden_size, tokens * c.model.ffn_hidden_size // tp
-        byte = [full // (tp if self.sp else 1), full, inner, tokens * (query + 2 * kv), tokens * query]
-        return Sizes(*(self.element * count for count in byte), tokens * (c.model.padded_vocab_size // tp))
+        byte = self.element
+        return Sizes(
+            shard=byte * (full // (tp if self.sp else 1)),
+            full=byte * full,
+            inner=byte * inner,
+            projected=byte * tokens * (query + 2 * kv),
+            query=byte * tokens * query,
+            logits=tokens * (c.model.padded_vocab_size // tp),
+        )
 
     @property
     def sp(self) -> bool:

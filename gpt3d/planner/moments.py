@@ -36,8 +36,8 @@ def moments(kind: str, stages: int, chunks: int, microbatches: int, rank: int) -
     found: set[Moment] = set()
 
     def note(action: Kind, chunk: int, ending: bool) -> None:
-        counts = (tuple(counter[c] for c in range(chunks)) for counter in (held, postponed))
-        found.add(Moment(action, chunk, ending, *counts, tuple(c in graded for c in range(chunks))))
+        in_held, in_postponed = (tuple(counter[c] for c in range(chunks)) for counter in (held, postponed))
+        found.add(Moment(action, chunk, ending, in_held, in_postponed, tuple(c in graded for c in range(chunks))))
 
     for action in schedule(kind, stages, chunks, microbatches, rank):
         if action.kind is Kind.FORWARD:

@@ -11,6 +11,7 @@ from gpt3d.config.notes import batch_in_words
 from gpt3d.config.schema import ClusterConfig, RunConfig
 from gpt3d.model.flops import parameter_count
 from gpt3d.planner.hardware import known_gpus, lookup
+from gpt3d.planner.machine import machine_of
 from gpt3d.planner.memory import (
     CONTEXT_GB,
     FRAGMENTATION,
@@ -25,6 +26,7 @@ from gpt3d.planner.memory import (
 )
 from gpt3d.planner.need import PARTS, layout_in_words, what_helps
 from gpt3d.planner.table import columns
+from gpt3d.planner.time_report import time_data
 
 SHOWN_STAGES = 32
 
@@ -132,6 +134,16 @@ def plan_data(plan: MemoryPlan) -> dict[str, Any]:
         "host_bytes_by_node": plan.host_need,
         "fits": plan.fits,
     }
+
+
+def run_plan(config: RunConfig, dp: int, device: str) -> dict[str, Any]:
+    """What a run was expected to need, to be kept beside what it measures; sizes are bytes, the step in seconds."""
+    stages = memory_by_stage(config, dp, on_cpu=device == "cpu")
+    host = host_by_node(config, dp, config.cluster.gpus_per_node or 8)
+    data = plan_data(MemoryPlan(config, dp, stages, gpu_memory(config.cluster), config.cluster.host_memory_gb, host))
+    machine = machine_of(config) if device == "cuda" else None
+    data["device"] = device
+    return data | (time_data(config, dp, machine) if machine is not None else {})
 
 
 def _state_lines(config: RunConfig, dp: int) -> list[str]:

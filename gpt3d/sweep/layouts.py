@@ -8,9 +8,10 @@ from pathlib import Path
 
 from gpt3d.config.arithmetic import World, resolve_dp
 from gpt3d.config.load import load_config
+from gpt3d.planner.machine import machine_of
 from gpt3d.planner.memory import GB, cpu_bytes_by_stage, memory_by_stage
 from gpt3d.planner.table import columns
-from gpt3d.planner.time import machine_of, step_time
+from gpt3d.planner.time import step_time
 from gpt3d.sweep.jobs import Figures, Job
 from gpt3d.sweep.table import varied
 

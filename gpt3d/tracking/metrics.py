@@ -49,12 +49,27 @@ METRICS = {
     "data_wait": Metric("speed", "share of step_s", "waiting for the batch, on rank 0"),
     "forward_backward": Metric("speed", "share of step_s", "the pipeline schedule with its bubble, on rank 0"),
     "optimizer": Metric("speed", "share of step_s", "reduction of gradients, norm, clipping and update, on rank 0"),
-    "pipeline_bubble": Metric("speed", "share", "idle time of the stages in the recorded steps (`trainer.timeline`)"),
+    "logging": Metric("speed", "share of step_s", "making the last line and handing it to the sinks, on rank 0"),
+    "pipeline_bubble": Metric("speed", "share of forward_backward", "idle stages in this step; null without pipeline"),
+    "tp_bytes": Metric("traffic", "bytes a step", "sent over TP by the fullest rank, counted as they are issued"),
+    "pp_bytes": Metric("traffic", "bytes a step", "sent over PP by the fullest rank, counted as messages are sent"),
+    "dp_bytes": Metric("traffic", "bytes a step", "sent over DP by the fullest rank, by the planner's formula"),
     "memory_gb": Metric("memory", "2^30 bytes", "highest so far on any rank: CUDA allocations; the process on CPU"),
     "memory_now_gb": Metric("memory", "2^30 bytes", "as `memory_gb`, at this moment"),
-    "memory_gb_stage_N": Metric("memory", "2^30 bytes", "`memory_gb` of pipeline stage N (with `parallel.pp` > 1)"),
     "host_memory_gb": Metric("memory", "2^30 bytes", "highest resident size so far of any rank's process"),
     "host_memory_now_gb": Metric("memory", "2^30 bytes", "as `host_memory_gb`, at this moment"),
+    "memory_gb_stage_N": Metric("memory", "2^30 bytes", "`memory_gb` of pipeline stage N (with `parallel.pp` > 1)"),
+    "memory_now_gb_stage_N": Metric("memory", "2^30 bytes", "`memory_now_gb` of pipeline stage N"),
+    "host_memory_gb_stage_N": Metric("memory", "2^30 bytes", "`host_memory_gb` of pipeline stage N"),
+    "host_memory_now_gb_stage_N": Metric("memory", "2^30 bytes", "`host_memory_now_gb` of pipeline stage N"),
+    "node_cpu_N": Metric("nodes", "processes", "runnable per CPU of machine N (`tracking.node_metrics`)"),
+    "node_memory_N": Metric("nodes", "share", "host memory of machine N in use"),
+    "node_gpu_N": Metric("nodes", "share", "of the time that the GPUs of machine N compute; null if NVML does not say"),
+    "node_gpu_watts_N": Metric("nodes", "W", "drawn by a GPU of machine N, mean over its ranks"),
+    "gradient_norm_layer_N": Metric("layers", "", "L2 norm of layer N's gradient (`tracking.layer_norms_interval`)"),
+    "gradient_norm_embedding": Metric("layers", "", "the same of the embeddings, a tied output layer included"),
+    "gradient_norm_head": Metric("layers", "", "the same of the final norm and an untied output layer"),
+    "activation_rms_layer_N": Metric("layers", "", "root mean square of layer N's output, over all tokens of the step"),
 }  # fmt: skip
 
 
@@ -112,11 +127,16 @@ class Meter:
 
     def _restart(self) -> None:
         self.begun, self.paused, self.waited, self.steps = time.perf_counter(), 0.0, 0.0, 0
+        self.logging = 0.0
 
     def count(self, data_wait: float) -> None:
         """One more step, which waited `data_wait` seconds for its batch."""
         self.steps += 1
         self.waited += data_wait
+
+    def logged(self, seconds: float) -> None:
+        """Time that a line of metrics took."""
+        self.logging += seconds
 
     def pause(self, seconds: float) -> None:
         """Time that is not training."""
@@ -138,6 +158,7 @@ class Meter:
             "step_s": seconds / max(self.steps, 1),
             "data_wait": self.waited / seconds,
             **{name: spent / seconds for name, spent in phases.items()},
+            "logging": self.logging / seconds,
             "eta_s": left,
         }
         self._restart()

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-
-from tqdm import tqdm
+from typing import Any
 
 from gpt3d.tracking.metrics import Metrics
 
 
 class Console:
-    """One line a logged step; on a terminal also a progress bar under the lines."""
+    """One line a logged step."""
 
-    def __init__(self, total_steps: int, progress_bar: bool, first_step: int = 0) -> None:
+    def __init__(self, total_steps: int) -> None:
         self.total = total_steps
-        shown = progress_bar and sys.stderr.isatty()
-        self.bar = tqdm(total=total_steps, initial=first_step, unit="step", leave=False) if shown else None
 
     def advance(self, steps: int = 1) -> None:
         """So many more steps are done."""
-        if self.bar is not None:
-            self.bar.update(steps)
 
     def log(self, metrics: Metrics) -> None:
         if "loss" in metrics:
@@ -34,15 +28,11 @@ class Console:
             self.print(validation_line(metrics, self.total))
 
     def print(self, text: str) -> None:
-        """A line of text that does not tear the progress bar."""
-        if self.bar is not None:
-            self.bar.write(text)
-        else:
-            print(text, flush=True)
+        """A line of text."""
+        print(text, flush=True)
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        """Nothing more comes."""
 
 
 class JsonLines:
@@ -58,8 +48,11 @@ class JsonLines:
         self.file = path.open("a")
 
     def log(self, metrics: Metrics) -> None:
-        finite = {k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
-        self.file.write(json.dumps({"time": round(time.time(), 3), **finite}) + "\n")
+        self.append({k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()})
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """One line; `entry` is plain data."""
+        self.file.write(json.dumps({"time": round(time.time(), 3), **entry}) + "\n")
         self._attempt(self.file.flush)
         self.lines += 1
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 from gpt3d.config.schema import RunConfig
 from gpt3d.tracking.background import Background
 from gpt3d.tracking.metrics import Metrics
-from gpt3d.tracking.sinks import Console, JsonLines
+from gpt3d.tracking.panel import new_console
+from gpt3d.tracking.sinks import JsonLines
 from gpt3d.tracking.tensorboard_sink import TensorBoardSink
 from gpt3d.tracking.wandb_sink import WandbRun, WandbSink, wanted_mode
 
@@ -22,14 +24,15 @@ FAILED_SECONDS = 5.0  # for the trackers when the run has failed: its message sh
 class Tracker:
     """The terminal and metrics.jsonl at once; wandb and TensorBoard, in the background, inside the `with` block."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, is_main: bool) -> None:
-        self.config, self.run_dir, self.is_main = config, run_dir, is_main
+    def __init__(self, config: RunConfig, run_dir: Path, is_main: bool, plan: Mapping[str, Any] | None = None) -> None:
+        self.config, self.run_dir, self.is_main, self.plan = config, run_dir, is_main, dict(plan or {})
         self.first_step, self.lines_elsewhere = 0, 0
         self.wandb_id: str | None = None
         self.background: list[Background] = []
         if is_main:
-            self.console = Console(config.trainer.steps, config.tracking.progress_bar)
+            self.console = new_console(config)
             self.jsonl = JsonLines(run_dir / "metrics.jsonl", self.say)
+            self.events = JsonLines(run_dir / "events.jsonl", self.say)
 
     def restore(self, step: int, saved: Mapping[str, Any]) -> None:
         """The run goes on after `step` with what `state` gave when that checkpoint was saved."""
@@ -44,6 +47,9 @@ class Tracker:
 
     def __enter__(self) -> Tracker:
         options = self.config.tracking
+        self.event("start", step=self.first_step)
+        if self.is_main and self.plan:
+            self._attempt("plan.json", lambda path: path.write_text(json.dumps(self.plan, indent=2) + "\n"))
         if self.is_main and wanted_mode(options.wandb) != "disabled":
             spec = WandbRun(
                 options.wandb, self._run_id(), options.wandb.name or self.config.run_name,
@@ -65,8 +71,12 @@ class Tracker:
         end = time.monotonic() + (min(seconds, FAILED_SECONDS) if code else seconds)
         for sink in self.background:
             sink.close(code, max(end - time.monotonic(), 0.0))
+        self.event("end", exit_code=code, why="" if error is None else _first_line(error))
         self.console.close()
         self.jsonl.close()
+        self.events.close()
+        if self.config.tracking.report:
+            self._report(pictures=not code)
 
     def log(self, metrics: Metrics) -> None:
         """One dictionary to every sink."""
@@ -76,15 +86,37 @@ class Tracker:
             for sink in self.background:
                 sink.log(metrics)
 
+    def event(self, name: str, **about: Any) -> None:
+        """Something that is no metric, in events.jsonl: start, end, skipped step, timeline, sample."""
+        if self.is_main:
+            self.events.append({"event": name, **about})
+
     def say(self, text: str) -> None:
         """A line of text on the terminal."""
         if self.is_main:
             self.console.print(text)
 
+    def end_panel(self) -> None:
+        """Leave the live panel as it is; what is said from now on stands below it."""
+        if self.is_main:
+            self.console.close()
+
     def advance(self, steps: int = 1) -> None:
         """So many more steps are done."""
         if self.is_main:
             self.console.advance(steps)
+
+    def _report(self, pictures: bool) -> None:
+        """report.html in the run folder; whatever goes wrong there is one warning."""
+        from gpt3d.reporting.write import write_report
+
+        self._attempt("report.html", lambda path: write_report([self.run_dir], path, pictures))
+
+    def _attempt(self, name: str, write: Callable[[Path], Any]) -> None:
+        try:
+            write(self.run_dir / name)
+        except Exception as error:
+            self.say(f"warning: {self.run_dir / name} could not be written ({_first_line(error)})")
 
     def _lines(self) -> int:
         return self.lines_elsewhere + self.jsonl.lines
@@ -110,7 +142,12 @@ class Tracker:
         from gpt3d.model.flops import parameter_count
 
         settings: Any = OmegaConf.to_container(OmegaConf.structured(self.config))
-        return {**settings, "parameters": parameter_count(self.config.model), "environment": describe_environment()}
+        return {**settings, "parameters": parameter_count(self.config.model), "plan": self.plan,
+                "environment": describe_environment()}  # fmt: skip
+
+
+def _first_line(error: BaseException) -> str:
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 def _exit_code(error: BaseException | None) -> int:

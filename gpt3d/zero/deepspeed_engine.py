@@ -33,7 +33,7 @@ from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import Placement, placement_of
 from gpt3d.parallel.split_backward import WeightGradients, backward_input
 from gpt3d.zero.ds_config import derive_ds_config
-from gpt3d.zero.engine import DTYPES, StepResult, parameter_groups, tied_parameters
+from gpt3d.zero.engine import DTYPES, OnGradients, StepResult, parameter_groups, tied_parameters
 
 
 class DeepSpeedEngine:
@@ -43,6 +43,7 @@ class DeepSpeedEngine:
         self.layout, self.stage = layout, config.zero.stage
         self.tied = tied_parameters(module, config, layout)
         self.module = module
+        self.on_gradients: OnGradients | None = None
         mark_counted(module)
         self.engine: Any = deepspeed.initialize(
             model=module,
@@ -106,6 +107,9 @@ class DeepSpeedEngine:
 
     def step(self, lr: float) -> StepResult:
         self._sum_tied_gradients()
+        if self.on_gradients is not None:
+            whole = ((placement_of(p), safe_get_full_grad(p)) for p in self.module.parameters())
+            self.on_gradients(whole, self.loss_scale)
         self.engine.set_gradient_accumulation_boundary(True)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -129,13 +133,16 @@ class DeepSpeedEngine:
         group = self.layout.ends.handle
         for p in self.tied:
             if isinstance(self.optimizer, BF16_Optimizer):
+                self.layout.ends.count(p._hp_grad, passes=2)  # type: ignore[attr-defined]
                 dist.all_reduce(p._hp_grad, group=group)  # type: ignore[attr-defined]  # private
             elif self.stage == 3:
                 grad = safe_get_local_grad(p).clone()
+                self.layout.ends.count(grad, passes=2)
                 dist.all_reduce(grad, group=group)
                 safe_set_local_grad(p, grad)
             else:
                 grad = safe_get_full_grad(p).clone()
+                self.layout.ends.count(grad, passes=2)
                 dist.all_reduce(grad, group=group)
                 safe_set_full_grad(p, grad)
                 self._renew_cached_norm(p)

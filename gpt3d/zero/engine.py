@@ -7,7 +7,7 @@ microbatch in whatever order its schedule says; `step` reduces what is left, cli
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,10 @@ from gpt3d.parallel.split_backward import WeightGradients
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+# Gets the whole averaged gradient of each parameter of this rank, one at a time, and the factor that is on them all.
+OnGradients = Callable[[Iterator[tuple[Placement, Tensor]], float], None]
+
+
 @dataclass(frozen=True)
 class StepResult:
     """`grad_norm`: L2 over all axes before clipping, each parameter counted once.
@@ -40,6 +44,7 @@ class Engine(Protocol):
     """The contract between the trainer, the pipeline executor and a ZeRO implementation."""
 
     module: nn.Module
+    on_gradients: OnGradients | None  # called in `step` when gradients are averaged, before they are clipped
 
     @property
     def loss_scale(self) -> float:

@@ -21,7 +21,7 @@ from gpt3d.parallel.collectives import all_reduce
 from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import Placement, placement_of
 from gpt3d.parallel.split_backward import WeightGradients, backward_input
-from gpt3d.zero.engine import DTYPES, StepResult, parameter_groups, tied_parameters
+from gpt3d.zero.engine import DTYPES, OnGradients, StepResult, parameter_groups, tied_parameters
 from gpt3d.zero.loss_scaler import LossScaler
 
 
@@ -30,6 +30,7 @@ class ReplicatedEngine:
 
     def __init__(self, config: RunConfig, layout: Layout, module: nn.Module) -> None:
         self.layout, self.module, self.clip = layout, module, config.optimizer.grad_clip
+        self.on_gradients: OnGradients | None = None
         self.tied = tied_parameters(module, config, layout)
         self.scaler = LossScaler(config.precision)
         groups = parameter_groups(module, config.optimizer.weight_decay)
@@ -67,8 +68,12 @@ class ReplicatedEngine:
             if p.grad is None:
                 p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
         for p in self.tied:
+            assert p.grad is not None
+            self.layout.ends.count(p.grad, passes=2)
             dist.all_reduce(p.grad, group=self.layout.ends.handle)
         self._average_gradients()
+        if self.on_gradients is not None:
+            self.on_gradients(((placement_of(p), p.grad) for p in self.masters if p.grad is not None), self.loss_scale)
         inverse_scale = 1.0 / self.scaler.scale
         norm = float(self._grad_norm()) * inverse_scale
         skipped = self.scaler.update(norm)

@@ -60,9 +60,13 @@ def test_layouts_log_the_same_numbers(world: World, tmp_path: Path) -> None:
         logs[name] = metrics(run_dir)
     drawn = {path.suffix for path in (tmp_path / "pp2").glob("timeline*")}
     assert drawn == {".png", ".svg", ".json"}, "the pipeline's picture"
-    (bubble,) = (m for m in logs["pp2"] if "pipeline_bubble" in m)
-    assert 0 < bubble["pipeline_bubble"] < 1
-    logs["pp2"].remove(bubble)
+    events = [json.loads(line) for line in (tmp_path / "pp2" / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["start", "timeline", "sample", "end"]
+    assert 0 < events[1]["ideal"] < events[1]["bubble"] < 1 and events[2]["text"] == samples["pp2"]
+    for m in (m for m in logs["pp2"] if "loss" in m):
+        assert 0 < m["pipeline_bubble"] < 1
+        assert 0.5 < m["data_wait"] + m["forward_backward"] + m["optimizer"] + m["logging"] <= 1.05, "parts of a step"
+    assert all(m["pipeline_bubble"] is None for m in logs["single"] if "loss" in m)
     want = logs["single"]
     assert [m["step"] for m in want if "loss" in m] == [1, 2, 4, 6]
     assert [m["step"] for m in want if "validation_loss" in m] == [3, 6]

@@ -1,0 +1,1 @@
+"""The report of a run, from its folder alone: read, draw, write."""

@@ -1,0 +1,143 @@
+"""The live panel of a run on a terminal: progress, loss, speed, memory of each stage. Anywhere else: lines of text."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console as Terminal
+from rich.console import RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gpt3d.config.schema import RunConfig
+from gpt3d.tracking.metrics import Metrics
+from gpt3d.tracking.sinks import Console, clock, short, validation_line
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+REFRESHES = 4.0  # a second; drawn by a thread, from numbers that are there already
+SMALLEST = (44, 12)  # columns and rows below which one line has to do
+MOST_STAGES = 8  # of a long pipeline the fullest are shown
+MOST_LOSSES = 4096
+
+
+def new_console(config: RunConfig) -> Console:
+    """A live panel when the output is a terminal and `tracking.progress_bar` is on; else plain lines."""
+    live = config.tracking.progress_bar and sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+    return LiveConsole(config.trainer.steps, config.run_name) if live else Console(config.trainer.steps)
+
+
+class LiveConsole(Console):
+    """Text that is printed meanwhile, by anything in this process, appears above the panel.
+
+    What other processes write tears it until the next refresh. The cursor stays visible, so that a process that is
+    killed leaves a usable terminal.
+    """
+
+    def __init__(self, total_steps: int, title: str) -> None:
+        super().__init__(total_steps)
+        self.title, self.done, self.begun = title, 0, time.monotonic()
+        self.seen: Metrics = {}
+        self.losses: list[float] = []
+        self.validation: float | None = None
+        self.moment = self.begun  # of the last line, from which the time left is counted down
+        self.terminal = Terminal(file=sys.stdout, highlight=False, soft_wrap=False)
+        self.live: Live | None = None
+
+    def advance(self, steps: int = 1) -> None:
+        self.done += steps
+        if self.live is None:  # not before training: what is said at the start is not disturbed
+            self.live = Live(console=self.terminal, get_renderable=self.render, refresh_per_second=REFRESHES)
+            self.live.start()
+            self.terminal.show_cursor(True)
+
+    def log(self, metrics: Metrics) -> None:
+        loss, validation = metrics.get("loss"), metrics.get("validation_loss")
+        if loss is not None:
+            self.seen, self.moment = metrics, time.monotonic()
+            self.losses = [*self.losses[-MOST_LOSSES:], float(loss)]
+        if validation is not None:
+            self.validation = float(validation)
+            self.print(validation_line(metrics, self.total))
+
+    def print(self, text: str) -> None:
+        if self.live is not None:
+            self.terminal.print(text, markup=False, emoji=False, soft_wrap=True)
+        else:
+            super().print(text)
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def render(self) -> RenderableType:
+        """The panel at this moment, for the terminal as large as it is now."""
+        width, height = self.terminal.size
+        m = self.seen
+        head = Text(f"step {self.done:,}/{self.total:,}  {100 * self.done / max(self.total, 1):.0f}%  ", no_wrap=True)
+        elapsed = time.monotonic() - self.begun
+        if (eta := m.get("eta_s")) is not None:
+            head.append(f"ETA {clock(max(0.0, float(eta) - (time.monotonic() - self.moment)))}  ", style="bold")
+        if width < SMALLEST[0] or height < SMALLEST[1]:
+            head.append(f"loss {m['loss']:.4f}" if m else "", style="bold cyan")
+            return head
+        head.append(f"elapsed {clock(elapsed)}", style="dim")
+        parts: list[RenderableType] = [head, ProgressBar(total=max(self.total, 1), completed=self.done)]
+        if m:
+            parts += self._numbers(width - 4)
+        rows = Table.grid()
+        for part in parts:
+            rows.add_row(part)
+        return Panel(rows, title=Text(self.title, no_wrap=True), title_align="left", width=min(width, 120))
+
+    def _numbers(self, width: int) -> Iterator[RenderableType]:
+        m = self.seen
+        mfu = m.get("mfu")
+        loss = f"loss {m['loss']:.4f}  "
+        yield Text.assemble((loss, "bold cyan"), sparkline(self.losses, min(width, 116) - len(loss)), no_wrap=True)
+        words = [
+            f"validation {self.validation:.4f}" if self.validation is not None else "",
+            f"lr {m['lr']:.2e}",
+            f"grad norm {m['grad_norm']:.3f}",
+            f"skipped {m['skipped_steps']}" if m["skipped_steps"] else "",
+            f"{m['tokens_per_s']:,.0f} tokens/s ({m['tokens_per_s_per_device']:,.0f} a device)",
+            "MFU n/a" if mfu is None else f"MFU {100 * mfu:.1f}%",
+            f"{short(m['tokens'] or 0)} tokens",
+            f"data wait {100 * (m['data_wait'] or 0):.1f}%",
+            f"bubble {100 * bubble:.1f}%" if (bubble := m.get("pipeline_bubble")) is not None else "",
+        ]
+        yield Text("   ".join(filter(None, words)))
+        yield memory_table(m)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values as `width` blocks at most, each the mean of some neighbours; the lowest is the lowest block."""
+    if not values or width < 1:
+        return ""
+    count = min(width, len(values))
+    edges = [i * len(values) // count for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+def memory_table(m: Metrics) -> Table:
+    """Memory of each stage, now and at its highest; of a long pipeline the fullest stages."""
+    table = Table.grid(padding=(0, 2))
+    stages = sum(name.startswith("memory_gb_stage_") for name in m)
+    suffixes = [f"_stage_{i}" for i in range(stages)] or [""]
+    fullest = sorted(suffixes, key=lambda suffix: -(m[f"memory_gb{suffix}"] or 0))[:MOST_STAGES]
+    for suffix in sorted(fullest, key=suffixes.index):
+        peak, now = m[f"memory_gb{suffix}"] or 0.0, m[f"memory_now_gb{suffix}"] or 0.0
+        bar = ProgressBar(total=max(float(m["memory_gb"] or 0), 1e-9), completed=now, width=12)
+        name = suffix.replace("_", " ").strip() or "all ranks"
+        table.add_row(Text(f"memory {name}", no_wrap=True), bar, Text(f"{now:.2f} GB, peak {peak:.2f}", no_wrap=True))
+    return table
