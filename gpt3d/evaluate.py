@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpt3d.checkpoint import settings
 from gpt3d.checkpoint.blocks import CorruptCheckpoint
+from gpt3d.checkpoint.planner import CheckpointError
 from gpt3d.config.load import to_typed
 from gpt3d.config.problems import ConfigError
 from gpt3d.config.schema import RunConfig
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the result there as well")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="number format; default: of the training")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     try:
         source = settings.named(given.run, "RUN")[0]
         model = open_model(source, given.dtype, 1, device.kind(given.device))
@@ -77,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    except (CorruptCheckpoint, DataError, HarnessError, device.DeviceError, OSError) as error:
+    except (CheckpointError, CorruptCheckpoint, DataError, HarnessError, device.DeviceError, OSError) as error:
         print(f"gpt3d: {error}", file=sys.stderr)
         return 1
     return 0

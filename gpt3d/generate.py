@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gpt3d.checkpoint import settings
 from gpt3d.checkpoint.blocks import CorruptCheckpoint
+from gpt3d.checkpoint.planner import CheckpointError
 from gpt3d.config.problems import ConfigError
 from gpt3d.data.errors import DataError
 from gpt3d.generation import Sampling
@@ -16,6 +17,7 @@ from gpt3d.inference import PromptTooLong, TrainedModel, open_model, saved_confi
 from gpt3d.launch import RankFailed, run_ranks
 from gpt3d.parallel import device
 
+ANSWERED = (CheckpointError, CorruptCheckpoint, DataError, PromptTooLong, RankFailed, device.DeviceError, OSError)
 DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -34,7 +36,7 @@ class Request:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; its exit code."""
-    given = _parser().parse_args(arguments)
+    given = _parser().parse_intermixed_args(arguments)
     problems = _problems(given)
     if problems:
         print("\n".join(problems), file=sys.stderr)
@@ -53,7 +55,15 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    except (CorruptCheckpoint, DataError, PromptTooLong, RankFailed, device.DeviceError, OSError) as error:
+    except (
+        CheckpointError,
+        CorruptCheckpoint,
+        DataError,
+        PromptTooLong,
+        RankFailed,
+        device.DeviceError,
+        OSError,
+    ) as error:
         print(f"gpt3d: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
