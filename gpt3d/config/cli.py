@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from gpt3d.config.load import compose, conf_dir, register_schema, to_typed
@@ -51,7 +53,8 @@ def run_cli(
     def job(config: DictConfig) -> Any:
         try:
             typed = to_typed(config)
-            if check is not None and not plain:
+            # an experiment can be a sweep by itself (hydra.mode): its jobs are checked one by one, too
+            if check is not None and (not plain or HydraConfig.get().mode == RunMode.MULTIRUN):
                 check(typed)
             return task(typed)
         except BaseException as error:
