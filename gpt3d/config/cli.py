@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from gpt3d.config.load import compose, conf_dir, register_schema, to_typed
@@ -53,9 +55,11 @@ def run_cli(
     def job(config: DictConfig) -> Any:
         try:
             typed = to_typed(config)
-            if resolve is not None and not plain:
+            # an experiment can be a sweep by itself (hydra.mode): its jobs are resolved and checked one by one, too
+            checked = plain and HydraConfig.get().mode != RunMode.MULTIRUN
+            if resolve is not None and not checked:
                 typed = to_typed(_merged(config, resolve(typed)))
-            if check is not None and not plain:
+            if check is not None and not checked:
                 check(typed)
             return task(typed)
         except BaseException as error:

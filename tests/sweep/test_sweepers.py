@@ -135,4 +135,4 @@ def test_an_interrupted_sweep_has_its_table(sweep: Sweep, tmp_path: Path) -> Non
 )
 def test_ready_sweeps_name_what_they_vary(sweep: Sweep, name: str) -> None:
     rows = sweep(lambda config: 1.0, f"experiment={name}")
-    assert len(rows) == {"lr_sweep": 5, "layout_sweep": 10, "scaling": 5}[name]
+    assert len(rows) == {"lr_sweep": 5, "layout_sweep": 10, "scaling": 4}[name]
