@@ -1,17 +1,13 @@
 """Bytes of each rank as planned, as a dry run counts them, and as a real step on gloo ranks allocates them.
 
-python benchmarks/memory.py          all layouts, about half a minute on 2 cores
+python -m benchmarks.memory          all layouts, about half a minute on 2 cores
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
-
-sys.path[:0] = [str(Path(__file__).parents[1])]
 
 import torch
 

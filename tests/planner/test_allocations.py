@@ -1,7 +1,8 @@
 """Planned, dry-run and real bytes of each rank: distinct storages alive at the fullest moment of a real step on gloo.
 
 Real are all storages that operations make on this rank: weights, gradients, optimizer, activations, logits, what
-DeepSpeed adds, what the optimizer step needs. Planned with the CPU's kernels (`on_cpu`): no fused RMSNorm, no fused Adam.
+DeepSpeed adds, what the optimizer step needs. Planned with the CPU's kernels
+(`on_cpu`): no fused RMSNorm, no fused Adam.
 """
 
 from __future__ import annotations
