@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,8 @@ print("RSS", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 def test_405b_in_little_time_and_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEASURED, *LARGE, f"plan_json={tmp_path / 'dry.json'}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "dry.json").read_text())
     assert data["stage"] == 1 and data["parameters"] == 3_187_933_184
