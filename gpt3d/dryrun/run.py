@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpt3d.config.arithmetic import num_microbatches
@@ -159,12 +160,11 @@ class _Rank:
     def forward_backward(self, microbatches: int) -> None:
         """The step up to the optimizer."""
         shape = (self.config.trainer.micro_batch_size, self.config.data.seq_len)
-        rows = [
-            Microbatch(
-                torch.empty(shape, dtype=torch.long, device=META), torch.empty(shape, dtype=torch.long, device=META), i
-            )
-            for i in range(microbatches)
-        ]
+
+        def ids() -> Tensor:
+            return torch.empty(shape, dtype=torch.long, device=META)
+
+        rows = [Microbatch(ids(), ids(), seed) for seed in range(microbatches)]
         self.tracker.rename("work", "inputs")
         self.tracker.start_peak()
         with saved_tensors_hooks(self.tracker.saved, lambda x: x):

@@ -7,6 +7,7 @@ backward. A dry run counts the same on the layers themselves.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from gpt3d.config.arithmetic import num_microbatches, stage_layers
@@ -73,34 +74,36 @@ class Sizes(NamedTuple):
     logits: int  # numbers, not bytes
 
 
-@dataclass(frozen=True)
+class Chunk(NamedTuple):
+    """Bytes that a microbatch keeps on a chunk until its backward, and until its weight gradients; and parameters."""
+
+    kept: int
+    postponed: int
+    weights: int
+
+
+@dataclass
 class Rank:
-    """What `fullest_moment` looks at: one stage of a configuration."""
+    """What `fullest_moment` looks at: one stage of a configuration. What it works out, it works out once."""
 
     config: RunConfig
     stage: int
     on_cpu: bool
     flash: bool
 
-    @property
+    @cached_property
     def element(self) -> int:
         return BYTES[self.config.precision.dtype]
 
-    @property
+    @cached_property
     def sizes(self) -> Sizes:
         c, tp = self.config, self.config.parallel.tp
         tokens = c.trainer.micro_batch_size * c.data.seq_len
         query, kv = c.model.num_heads * c.model.head_dim // tp, max(c.model.num_kv_heads // tp, 1) * c.model.head_dim
         full, inner = tokens * c.model.hidden_size, tokens * c.model.ffn_hidden_size // tp
-        byte = self.element
-        return Sizes(
-            shard=byte * (full // (tp if self.sp else 1)),
-            full=byte * full,
-            inner=byte * inner,
-            projected=byte * tokens * (query + 2 * kv),
-            query=byte * tokens * query,
-            logits=tokens * (c.model.padded_vocab_size // tp),
-        )
+        e, shard = self.element, full // (tp if self.sp else 1)
+        logits = tokens * (c.model.padded_vocab_size // tp)
+        return Sizes(e * shard, e * full, e * inner, e * tokens * (query + 2 * kv), e * tokens * query, logits)
 
     @property
     def sp(self) -> bool:
@@ -120,36 +123,44 @@ class Rank:
             self.flash, self.on_cpu,
         )  # fmt: skip
 
-    def layers(self, chunk: int) -> int:
-        return stage_layers(self.config)[self.stage + chunk * self.config.parallel.pp]
+    @cached_property
+    def layers(self) -> list[int]:
+        """Layers of each chunk."""
+        return stage_layers(self.config)[self.stage :: self.config.parallel.pp]
 
     def is_last(self, chunk: int) -> bool:
         return self.stage == self.config.parallel.pp - 1 and chunk == self.config.pipeline.chunks - 1
 
-    def kept(self, chunk: int) -> int:
+    def _kept(self, chunk: int) -> int:
         """Activations of a microbatch on a chunk: its layers', on the last one the final norm's input and output."""
-        c, size = self.config, self.layers(chunk) * self.layer(self.config.recompute)
+        c, size = self.config, self.layers[chunk] * self.layer(self.config.recompute)
         if self.is_last(chunk):
             rows = c.trainer.micro_batch_size * c.data.seq_len // (c.parallel.tp if self.sp else 1)
             size += self.sizes.shard + rows * _norm(c.model, self.element, self.on_cpu)
         return size
 
-    def postponed(self, chunk: int) -> int:
+    def _postponed(self, chunk: int) -> int:
         """What weight gradients that come later need: each matrix's input and output gradient."""
         s, c = self.sizes, self.config
         gates = 2 if c.model.activation == "swiglu" else 1
         one = 2 * s.shard + 2 * s.full + s.projected + s.query + (1 + gates) * s.inner
-        return self.layers(chunk) * one + (s.shard + self.element * s.logits if self.is_last(chunk) else 0)
+        return self.layers[chunk] * one + (s.shard + self.element * s.logits if self.is_last(chunk) else 0)
 
-    def weights(self, chunk: int) -> int:
+    def _weights(self, chunk: int) -> int:
         """Parameters of a chunk."""
         c, rows = self.config, vocabulary_weight(self.config)
-        count = self.layers(chunk) * layer_parameters(c.model, c.parallel.tp)
+        count = self.layers[chunk] * layer_parameters(c.model, c.parallel.tp)
         if self.stage == 0 and chunk == 0:
             count += rows + (c.model.max_seq_len * c.model.hidden_size if c.model.position == "learned" else 0)
         if self.is_last(chunk):
             count += norm_parameters(c.model) + (0 if c.model.tied_embeddings and c.parallel.pp == 1 else rows)
         return count
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """The chunks of this rank."""
+        count = self.config.pipeline.chunks
+        return [Chunk(self._kept(i), self._postponed(i), self._weights(i)) for i in range(count)]
 
     def backward_work(self, split: bool) -> int:
         """The most that the backward of a layer needs beyond what forward kept of it, less what it has freed.
@@ -188,23 +199,34 @@ def largest_weight(config: RunConfig, stage: int) -> int:
     return max(up, vocabulary_weight(config) if stage in (0, config.parallel.pp - 1) else 0)
 
 
-def fullest_moment(config: RunConfig, dp: int, stage: int, on_cpu: bool, flash: bool) -> tuple[int, int, int, int]:
-    """(activations, logits, work, missing) when they are most; `missing`: bytes of gradients not there by then."""
+def _points(config: RunConfig, dp: int, stage: int, on_cpu: bool, flash: bool) -> list[tuple[int, int, int, int]]:
+    """(activations, logits, work, missing) wherever in a step they may be most."""
     rank, count = Rank(config, stage, on_cpu, flash), max(1, num_microbatches(config, dp))
     found = moments(config.pipeline.schedule, config.parallel.pp, config.pipeline.chunks, count, stage)
-    parts = [part for moment in found for part in _at(rank, moment)]
-    return max(parts, key=lambda part: part[0] + part[1] + part[2] - part[3])
+    return [point for moment in found for point in _at(rank, moment)]
+
+
+def fullest_moment(config: RunConfig, dp: int, stage: int, on_cpu: bool, flash: bool) -> tuple[int, int, int, int]:
+    """(activations, logits, work, missing) when they are most; `missing`: bytes of gradients not there by then."""
+    points = _points(config, dp, stage, on_cpu, flash)
+    return max(points, key=lambda point: point[0] + point[1] + point[2] - point[3])
+
+
+def most_activations(config: RunConfig, dp: int, stage: int, flash: bool = True) -> int:
+    """Bytes of activations when they themselves are most, whatever else there is by then."""
+    return max(point[0] for point in _points(config, dp, stage, False, flash))
 
 
 def _at(rank: Rank, moment: Moment) -> list[tuple[int, int, int, int]]:
     """The same for the fullest points of one moment."""
     s, c, kind, chunk = rank.sizes, rank.config, moment.kind, moment.chunk
-    chunks, split = range(c.pipeline.chunks), kind is Kind.BACKWARD_INPUT
-    kept = sum(moment.held[i] * rank.kept(i) + moment.postponed[i] * rank.postponed(i) for i in chunks)
+    split, final = kind is Kind.BACKWARD_INPUT, c.pipeline.chunks - 1
+    counts = zip(rank.chunks, moment.held, moment.postponed, strict=True)
+    kept = sum(held * part.kept + postponed * part.postponed for part, held, postponed in counts)
     grad = BYTES[c.precision.grad_dtype] if c.zero.stage == 0 else 0
-    missing = grad * sum(rank.weights(i) for i in chunks if not moment.graded[i])
+    missing = grad * sum(part.weights for part, there in zip(rank.chunks, moment.graded, strict=True) if not there)
     messages = 3 * s.shard if c.parallel.pp > 1 else 0
-    others = moment.held[chunks[-1]] - (0 if moment.ending else 1) if rank.is_last(chunks[-1]) else 0
+    others = moment.held[final] - (0 if moment.ending else 1) if rank.is_last(final) else 0
     logits = 4 * s.logits * max(0, others)  # the softmax of microbatches whose backward is to come
     element, two = rank.element, rank.element + rank.cast
     head, made = vocabulary_weight(c), s.logits * (4 + (element if element < 4 else 0))
@@ -213,7 +235,7 @@ def _at(rank: Rank, moment: Moment) -> list[tuple[int, int, int, int]]:
         return [(kept, logits + (made if last else 0), messages + s.shard, missing)]
     if kind is Kind.BACKWARD_WEIGHT:
         # All of the chunk's gradients are made before any is accumulated.
-        return [(kept, logits, messages + (rank.weights(chunk) if moment.ending else head) * two, missing)]
+        return [(kept, logits, messages + (rank.chunks[chunk].weights if moment.ending else head) * two, missing)]
     work = rank.backward_work(split)
     if moment.ending:
         own = 0 if split else grad * layer_parameters(c.model, c.parallel.tp)  # this layer's gradients are being made

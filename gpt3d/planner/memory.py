@@ -32,7 +32,7 @@ class RankMemory:
 
     parameters: int  # their number, before ZeRO shards them
     weights: int
-    gradients: int
+    gradients: int  # when the rank holds most: of a step with few microbatches that may be before all have come
     optimizer: int
     activations: int
     logits: int
@@ -40,22 +40,24 @@ class RankMemory:
     buffers: int
     margin: int
     update: int  # what the optimizer step needs beyond the state, when activations, logits and work are gone
+    missing: int  # gradients that come after that
     host: int
 
     @property
     def state(self) -> int:
         """Weights, gradients and optimizer states on the device: exact, whatever the batch."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.missing + self.optimizer
 
     @property
     def step(self) -> int:
         """What the optimizer step needs beyond the memory of the activations, logits and work, which are gone then."""
-        return max(0, self.update - self.activations - self.logits - self.work)
+        return max(0, self.update + self.missing - self.activations - self.logits - self.work)
 
     @property
     def device(self) -> int:
         """Every tensor on the device at the peak."""
-        return self.state + self.activations + self.logits + self.work + self.step + self.buffers
+        parts = (self.activations, self.logits, self.work, self.step, self.buffers)
+        return self.state - self.missing + sum(parts)
 
     @property
     def total(self) -> int:
@@ -164,7 +166,7 @@ def stage_memory(config: RunConfig, dp: int, stage: int, on_cpu: bool = False, f
     margin = int(fixed * GB + FRAGMENTATION * (activations + logits + work + buffers))
     return RankMemory(
         parameters, weights, gradients - missing, optimizer, activations, logits, work, buffers, margin,
-        update + missing, host,
+        update, missing, host,
     )  # fmt: skip
 
 

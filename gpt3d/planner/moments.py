@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -24,50 +22,36 @@ class Moment(NamedTuple):
 
 @cache
 def moments(kind: str, stages: int, chunks: int, microbatches: int, rank: int) -> tuple[Moment, ...]:
-    """Those that no other moment of the same action exceeds in everything.
-
-    A forward counts with its own microbatch; a backward at its start, with all of it, and at its end, without.
+    """Of the actions of each kind, on the first chunk, the last and the others, the fullest: before any weight has a
+    gradient, with some, and with all of them. A forward counts with its own microbatch; a backward at its start, with
+    all of it, and at its end, without.
     """
     if kind != "gpipe":  # the others have reached their steady state by then
-        microbatches = min(microbatches, 4 * stages)
+        microbatches = min(microbatches, 2 * stages)
     if kind == "interleaved" and chunks == 1:
         kind = "1f1b"
-    held, postponed, graded = Counter[int](), Counter[int](), set[int]()
-    found: set[Moment] = set()
+    held, postponed, graded = [0] * chunks, [0] * chunks, [False] * chunks
+    most: dict[tuple[Kind, int, bool, int], tuple[int, Moment]] = {}
+    total = 0
 
     def note(action: Kind, chunk: int, ending: bool) -> None:
-        in_held, in_postponed = (tuple(counter[c] for c in range(chunks)) for counter in (held, postponed))
-        found.add(Moment(action, chunk, ending, in_held, in_postponed, tuple(c in graded for c in range(chunks))))
+        key = action, min(chunk, 1) if chunk < chunks - 1 else 2, ending, any(graded) + all(graded)
+        if key not in most or total > most[key][0]:
+            most[key] = total, Moment(action, chunk, ending, tuple(held), tuple(postponed), tuple(graded))
 
     for action in schedule(kind, stages, chunks, microbatches, rank):
-        if action.kind is Kind.FORWARD:
-            held[action.chunk] += 1
-            note(action.kind, action.chunk, False)
+        chunk, forward = action.chunk, action.kind is Kind.FORWARD
+        if forward:
+            held[chunk] += 1
+            total += 1
+        note(action.kind, chunk, False)
+        if forward:
             continue
-        note(action.kind, action.chunk, False)
-        if action.kind is Kind.BACKWARD_WEIGHT:
-            postponed[action.chunk] -= 1
-        else:
-            held[action.chunk] -= 1
         if action.kind is Kind.BACKWARD_INPUT:
-            postponed[action.chunk] += 1
+            postponed[chunk] += 1
         else:
-            graded.add(action.chunk)
-        note(action.kind, action.chunk, True)
-    return tuple(_largest(found))
-
-
-def _largest(found: Iterable[Moment]) -> list[Moment]:
-    """Without moments that another one of the same kind covers in every count."""
-    kept: list[Moment] = []
-    for moment in sorted(found, key=lambda m: (sum(m.held) + sum(m.postponed), m), reverse=True):
-        if not any(_covers(other, moment) for other in kept):
-            kept.append(moment)
-    return kept
-
-
-def _covers(a: Moment, b: Moment) -> bool:
-    if a[:3] != b[:3]:
-        return False
-    mine, theirs = (*a.held, *a.postponed, *a.graded), (*b.held, *b.postponed, *b.graded)
-    return all(x >= y for x, y in zip(mine, theirs, strict=True))
+            graded[chunk] = True
+            total -= 1
+        (postponed if action.kind is Kind.BACKWARD_WEIGHT else held)[chunk] -= 1
+        note(action.kind, chunk, True)
+    return tuple(moment for _, moment in most.values())

@@ -12,6 +12,7 @@ from gpt3d.model.gpt import GPTStage
 from gpt3d.parallel.layout import single_process_layout
 from gpt3d.pipeline.check import check
 from gpt3d.pipeline.schedule import all_ranks
+from gpt3d.planner.activations import most_activations
 from gpt3d.planner.memory import (
     GB,
     host_by_node,
@@ -49,9 +50,9 @@ def test_korthikanti_figure_1(make: Make, name: str) -> None:
     config.parallel.sequence_parallel, config.recompute = False, "none"
     memory = stage_memory(config, 1, 0, flash=False)
     assert memory.state / GB == pytest.approx(state, rel=0.01)
-    assert memory.activations / GB == pytest.approx(baseline, rel=0.01)
+    assert most_activations(config, 1, 0, flash=False) / GB == pytest.approx(baseline, rel=0.01)
     config.parallel.sequence_parallel, config.recompute = True, "selective"
-    assert stage_memory(config, 1, 0, flash=False).activations / GB == pytest.approx(selective, rel=0.01)
+    assert most_activations(config, 1, 0, flash=False) / GB == pytest.approx(selective, rel=0.01)
 
 
 # dtype, gradients -> bytes a parameter at DP 2 under ZeRO 0 to 3, the highest in a step: as tests/zero/test_memory.py
@@ -130,12 +131,14 @@ def test_in_flight_is_counted_on_the_schedule(kind: str, chunks: int) -> None:
             assert pairs_in_flight(kind, pp, chunks, microbatches) == real, (pp, microbatches)
 
 
-def test_zb_h1_holds_as_much_on_every_stage(make: Make) -> None:
+def test_zb_h1_holds_more_on_later_stages(make: Make) -> None:
+    """They wait with weight gradients, for which they keep inputs and output gradients of the matrices."""
     config = make("70b", {"trainer.global_batch_size": 64})
     one = [m.activations for m in memory_by_stage(config, 1)]
     config.pipeline.schedule = "zb_h1"
     late = [m.activations for m in memory_by_stage(config, 1)]
-    assert one[0] == late[0] == late[1] == late[2] > one[1] > one[2]
+    assert one[0] == late[0] and one[1] > one[2]
+    assert all(held > before for held, before in zip(late[1:], one[1:], strict=True))
 
 
 def test_parts_add_up(make: Make) -> None:
@@ -149,7 +152,7 @@ def test_the_optimizer_step_counts_where_it_is_the_peak(make: Make) -> None:
     config = make("70b", {"precision.grad_dtype": "bf16", "zero.stage": 0, "recompute": "full"})
     memory = memory_by_stage(config, 1)[1]
     assert memory.update == 4 * memory.parameters
-    assert memory.step == memory.update - memory.activations > 0
+    assert memory.step == memory.update - memory.activations - memory.work > 0
     config.precision.grad_dtype = "fp32"
     assert memory_by_stage(config, 1)[1].step == 0
 
