@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,7 @@ class Learner:
         self.layout, self.seed, self.zero_stage = layout, config.seed, config.zero.stage
         self.engine = new_engine(config, layout, build_chunks(config, layout, sharder(config, layout)))
         self.stopwatch = Stopwatch(layout.device)
+        self.before_update: Callable[[], None] = lambda: None  # who still reads the optimizer's state has it wait here
         self.seq_len, self.micro_batch_size = config.data.seq_len, config.trainer.micro_batch_size
         self.padded_vocab_size = config.model.padded_vocab_size
         sequence = self.seq_len // (layout.tp.size if layout.sequence_parallel else 1)
@@ -76,6 +77,7 @@ class Learner:
         self.stopwatch.start()
         loss_sum = self.executor.train(self._to_device(rows), self.layout.dp.size / tokens)
         self.stopwatch.lap("forward_backward")
+        self.before_update()
         result = self.engine.step(lr)
         self.stopwatch.lap("optimizer")
         return Outcome(loss_sum, tokens, result.grad_norm, result.skipped)

@@ -19,6 +19,8 @@ from gpt3d.launch import RankFailed
 from gpt3d.launch.environment import World
 from gpt3d.rank import train_rank
 
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
+
 HELP = """
 Train a GPT on this machine's GPUs or CPU, or as part of a world that torchrun, srun or mpirun started.
 
@@ -80,7 +82,11 @@ def resolve_here(config: RunConfig, joined: World | None = None) -> list[str]:
 
 def check_here(config: RunConfig) -> None:
     """Raise ConfigError with everything that keeps this configuration from running on this machine."""
+    from gpt3d import launch
     from gpt3d.checkpoint.settings import check_start
+
+    if config.cluster.device == "cpu" or not NVIDIA_DRIVER.exists():
+        launch.preload()  # the server of the ranks imports torch while this process does
     from gpt3d.launch.machine import this_machine
 
     require_valid(config, this_machine(config))

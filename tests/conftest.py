@@ -16,7 +16,7 @@ from tests import world as world_module
 
 @pytest.fixture(scope="session")
 def _fork_server() -> None:
-    launch.preload("pytest", "tests.world")
+    launch.preload("pytest", "tests.world", "gpt3d.verification.compare")
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ class Checkpointer:
     # -- saving
 
     def save(self, progress: Mapping[str, Any], *, name: str | None = None, wait: bool = False) -> None:
-        """Save now. In the background unless `wait` or `checkpoint.background=false`: the copy alone is waited for.
+        """Save now. In the background unless `wait` or `checkpoint.background=false`: see `before_update` then.
 
         `progress`: what the trainer needs to go on, with at least step, consumed_samples, consumed_tokens, seconds.
         A save that is still running is waited for first. With `wait` raises SaveFailed; else that becomes a warning.
@@ -77,7 +77,7 @@ class Checkpointer:
         described = self._describe(progress, state)
         name = name or folder.step_name(progress["step"])
         if self.config.checkpoint.background and not wait:
-            self.pending = self.writer.submit(self._write, self.host.take(state), name, described)
+            self.pending = self.writer.submit(self._write_copy, self.host.begin(state), name, described)
             return
         try:
             self._write(state, name, described)
@@ -85,6 +85,10 @@ class Checkpointer:
             if wait:
                 raise
             self._warn(failure)
+
+    def before_update(self) -> None:
+        """To be called before each optimizer step: waits until a save in the background has copied what it writes."""
+        self.host.before_update()
 
     def poll(self) -> None:
         """At every step: raise what went wrong in the background; a full disk is a warning, training goes on."""
@@ -105,6 +109,10 @@ class Checkpointer:
         self.say(
             f"WARNING: NO CHECKPOINT WAS WRITTEN: {failure}\n         Training goes on; the next one is tried as usual"
         )
+
+    def _write_copy(self, state: State, name: str, described: Mapping[str, Any]) -> None:
+        self.host.complete()
+        self._write(state, name, described)
 
     def _write(self, state: State, name: str, described: Mapping[str, Any]) -> None:
         """All ranks together, possibly in a thread: write, agree that all is well, commit. Raises SaveFailed."""

@@ -29,6 +29,7 @@ class RunCheckpoints:
         optimizer = optimizer_state(learner.engine)
         self.files = Checkpointer(config, learner.layout, optimizer, run_dir / "checkpoints", say)
         self.files.data = data
+        learner.before_update = self.files.before_update
         self.enabled = self.options.interval > 0 or self.options.final
         self.signals = SaveSignals(self.options.on_signal)
         self.saved_step: int | None = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 import zlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -18,8 +20,13 @@ from gpt3d.zero.fragments import Fragment, OptimizerState
 
 def held_state(state: OptimizerState, model: ModelConfig) -> State:
     """Every piece that this rank holds, to be read into."""
+    return state_of(state.fragments(), model)
+
+
+def state_of(fragments: Iterable[Fragment], model: ModelConfig) -> State:
+    """The pieces of global tensors that these fragments are."""
     result: State = {}
-    for fragment in state.fragments():
+    for fragment in fragments:
         _add(result, fragment, 0, fragment.tensors, model)
     return result
 
@@ -52,27 +59,67 @@ def saved_shape(place: Placement, model: ModelConfig) -> tuple[int, ...]:
 
 
 class HostCopy:
-    """A copy of a state in host memory that is allocated once; pinned where the state is on a GPU."""
+    """A copy of a state in host memory that is allocated once; pinned where the state is on a GPU.
+
+    Forward and backward only read what is saved, so the copy is made beside them, and the next update waits for it
+    (Maurya et al. 2024, DataStates-LLM): `begin` and `before_update` on the training thread, `complete` on
+    the writer's.
+    """
 
     def __init__(self) -> None:
         self.buffer = torch.empty(0)
+        self.todo: list[tuple[Tensor, Tensor]] = []
+        self.copied = threading.Event()
+        self.copied.set()
+        self.stream: torch.cuda.Stream | None = None
+        self.done: torch.cuda.Event | None = None
 
-    def take(self, state: State) -> State:
-        """Copy now; the result is valid until the next call."""
+    def begin(self, state: State) -> State:
+        """Start copying; the result holds the values after `complete`, until the next call."""
         total = sum(pieces.numel for pieces in state.values())
         device = next((part.values.device for pieces in state.values() for part in pieces.parts), torch.device("cpu"))
         if self.buffer.numel() < total:
             self.buffer = torch.empty(total, pin_memory=device.type == "cuda")
-        copied: State = {}
+        result: State = {}
         at = 0
         for key, pieces in state.items():
-            copied[key] = Pieces(pieces.shape)
+            result[key] = Pieces(pieces.shape)
             for part in pieces.parts:
                 count = math.prod(part.values.shape)
                 target = self.buffer[at : at + count].view(part.values.shape)
-                target.copy_(part.values, non_blocking=True)
-                copied[key].parts.append(Piece(part.offsets, target))
+                self.todo.append((target, part.values))
+                result[key].parts.append(Piece(part.offsets, target))
                 at += count
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        return copied
+            self._copy_on_stream(device)
+        else:
+            self.copied.clear()
+        return result
+
+    def _copy_on_stream(self, device: torch.device) -> None:
+        self.stream = self.stream or torch.cuda.Stream(device)
+        self.stream.wait_stream(torch.cuda.current_stream(device))  # the update that made these values
+        with torch.cuda.stream(self.stream):
+            self._copy()
+            self.done = self.stream.record_event()
+
+    def _copy(self) -> None:
+        for target, values in self.todo:
+            target.copy_(values, non_blocking=True)
+        self.todo = []
+
+    def complete(self) -> None:
+        """Return when the copy is whole; on a CPU this makes it."""
+        if self.done is not None:
+            self.done.synchronize()
+            return
+        try:
+            self._copy()
+        finally:
+            self.copied.set()
+
+    def before_update(self) -> None:
+        """Let no update begin before the copy is whole. On a GPU its stream waits, not this thread."""
+        if self.done is not None:
+            torch.cuda.current_stream().wait_event(self.done)
+        self.copied.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -34,6 +35,7 @@ def main(task: Task, report: Connection, stacks: Connection) -> None:
     with contextlib.suppress(OSError):
         os.setsid()
     die_with_parent()
+    gc.freeze()  # the imported modules stay for ever: no collection needs to look at them
     threading.Thread(target=_die_with_supervisor, name="supervisor-watch", daemon=True).start()
     os.environ.clear()
     os.environ.update(task.env)

@@ -8,7 +8,8 @@ import os
 import warnings
 
 # What a rank would otherwise import late: the first optimizer imports torch._dynamo, DeepSpeed's check of the optimizer
-# imports its Muon module, whose @torch.compile imports inductor. Together several CPU seconds a rank.
+# imports its Muon module, whose @torch.compile imports inductor, its engine the presets of mixture-of-experts models.
+# Together several CPU seconds a rank.
 SLOW_IMPORTS = (
     "torch.distributed.device_mesh",
     "torch.distributed.tensor",
@@ -17,6 +18,13 @@ SLOW_IMPORTS = (
     "deepspeed.runtime.zero.stage_1_and_2",
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.module_inject.auto_ep_config",
+    "deepspeed.module_inject.auto_ep_layer",
+    "gpt3d.rank",
+    "gpt3d.trainer",
+    "gpt3d.zero.deepspeed_engine",
+    "gpt3d.zero.replicated",
 )
 
 

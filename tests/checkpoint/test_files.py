@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -215,11 +216,23 @@ def test_the_host_copy_is_a_copy_and_is_reused() -> None:
         for part in pieces.parts:
             part.values.fill_(1.0)
     host = HostCopy()
-    copied = host.take(state)
-    memory = host.buffer.data_ptr()
-    for pieces in state.values():
-        for part in pieces.parts:
-            part.values.fill_(2.0)
+    copied = host.begin(state)
+
+    def update() -> None:
+        host.before_update()
+        for pieces in state.values():
+            for part in pieces.parts:
+                part.values.fill_(2.0)
+
+    training = threading.Thread(target=update)
+    training.start()
+    training.join(0.2)
+    assert training.is_alive(), "an update began before the copy was whole"
+    host.complete()
+    training.join(10)
+    assert not training.is_alive()
     assert all(torch.all(part.values == 1.0) for pieces in copied.values() for part in pieces.parts)
-    host.take(state)
+    memory = host.buffer.data_ptr()
+    host.begin(state)
+    host.complete()
     assert host.buffer.data_ptr() == memory

@@ -5,6 +5,7 @@ It says on stdout how each ended, so that one start of the fork server serves se
 
 from __future__ import annotations
 
+import signal
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.launch.bodies import record_and_sleep
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with it ignored
     folder = Path(sys.argv[1])
     for attempt in ("a", "b", "c"):
         pids = folder / attempt

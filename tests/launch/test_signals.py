@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def rank_pids(folder: Path, within: float = 120.0) -> list[int]:
 def test_no_rank_survives_its_supervisor(tmp_path):
     command = [sys.executable, "-m", "tests.launch.supervisor", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as supervisor:
+        limit = threading.Timer(150, supervisor.kill)  # ends a readline that would wait for ever
+        limit.start()
         try:
             assert supervisor.stdout is not None
             ranks = rank_pids(tmp_path / "a")
@@ -43,4 +46,5 @@ def test_no_rank_survives_its_supervisor(tmp_path):
             supervisor.kill()
             assert gone([*ranks, int(server)]), "a rank or the fork server outlives its killed supervisor"
         finally:
+            limit.cancel()
             supervisor.kill()
