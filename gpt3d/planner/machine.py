@@ -32,6 +32,7 @@ HOPPER_TFLOPS = 500  # peaks above this are Hopper's or later
 PASSES = 12  # times that norms and residual sums of a layer move an activation of the hidden size
 MEMORY = 0.73  # of the data sheet's memory bandwidth
 LINK = 0.80  # of the data sheet's bandwidth per direction, for a ring over large buffers
+HOP = 4e-6  # assumed: seconds a ring needs from node to node, whatever it carries
 LATENCY = 12e-6  # assumed: seconds until a collective or message starts to move
 EXPOSED = 0.12  # part of a pipeline message in the steady state that no compute hides
 HIDDEN = 0.7  # part of the compute under which overlapped communication can hide

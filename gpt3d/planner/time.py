@@ -15,7 +15,7 @@ from gpt3d.config.schema import RunConfig
 from gpt3d.model.flops import hardware_flops_per_token, model_flops_per_token
 from gpt3d.pipeline.schedule import all_ranks
 from gpt3d.pipeline.simulate import Timeline, simulate
-from gpt3d.planner.machine import EXPOSED, HIDDEN, HOST_ADAM, LATENCY, MEMORY, PASSES, PCIE, Machine
+from gpt3d.planner.machine import EXPOSED, HIDDEN, HOP, HOST_ADAM, LATENCY, MEMORY, PASSES, PCIE, Machine
 from gpt3d.planner.memory import BYTES, piece_parameters
 from gpt3d.planner.traffic import zero_bytes
 
@@ -246,10 +246,22 @@ def _data_parallel(config: RunConfig, dp: int, machine: Machine, compute: float)
     # Stage 0 sends each gradient twice (it reduces, then gathers), the others once, or once a microbatch.
     times = {0: 2, 1: 1}.get(stage, num_microbatches(config, dp))
     reduced = min(total, zero_bytes(config, dp, 0) // 2 * times)
-    seconds = total / machine.link(dp * tp, max(1, machine.gpus_per_node // tp))
+    local = max(1, machine.gpus_per_node // tp)
+    # A ring goes around all nodes for each bucket.
+    pieces = piece_parameters(config)
+    buckets = max(sum(pieces[rank :: config.parallel.pp]) for rank in range(config.parallel.pp))
+    buckets = -(-buckets // config.zero.reduce_bucket_size)
+    rounds = buckets * (times + _gathers(config, times)) * (dp // local)
+    seconds = total / machine.link(dp * tp, local) + HOP * rounds
     hidden = min(seconds, HIDDEN * compute) if stage >= 2 and config.zero.overlap_comm else 0.0
     share = reduced / total
     return (seconds - hidden) * share, (seconds - hidden) * (1 - share), hidden
+
+
+def _gathers(config: RunConfig, microbatches: int) -> int:
+    """Times that parameters are gathered in a step."""
+    split = config.pipeline.schedule == "zb_h1" and config.parallel.pp > 1
+    return {0: 0, 1: 1, 2: 1}.get(config.zero.stage, microbatches * (3 if split else 2))
 
 
 def _update(config: RunConfig, dp: int, machine: Machine, count: int) -> tuple[float, float]:

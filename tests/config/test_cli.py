@@ -120,3 +120,22 @@ def test_a_users_own_folder_of_groups(demo: Demo, tmp_path: Path) -> None:
     assert "RAN 1 0.001 mine-" in demo("--config-dir", "mine", "model=mine").stdout
     done = demo("--config-dir", "mine", "model=bad")
     assert done.returncode == 2 and "vocab_sizee" in done.stderr and "model/bad" in done.stderr
+
+
+def test_what_is_left_open_is_filled_in_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Overrides of `resolve` count as typed: in the folder's name, in the run, and in each job of a sweep."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    monkeypatch.chdir(tmp_path)
+
+    def resolve(config: RunConfig) -> list[str]:
+        return ["zero.stage=2"] if config.zero.stage == -1 else []
+
+    for flags in ([], ["-m"]):
+        monkeypatch.setattr(sys, "argv", ["demo.py", *flags, "zero=auto", "optimizer.lr=0.5"])
+        run_cli(task, "demo", check=check, resolve=resolve)
+        assert "RAN 2 0.5 tiny-tp2-pp2-zero2" in capsys.readouterr().out
+    assert len(list((tmp_path / "outputs").glob("*/*_tiny-tp2-pp2-zero2"))) == 1
+    root.handlers[:], root.level = handlers, level
