@@ -3,8 +3,8 @@
 python benchmarks/tracking.py [--steps 120] [--interval 10]
 
 Two ranks train the tiny model over PP 2 on the CPU. Every second step is logged, to the sinks of each row: what a
-logged step takes longer (medians) is the cost of a line, its collectives and the recorded bubble included. The last column
-spreads it over `--interval` steps, tracking.log_interval's default being 10.
+logged step takes longer (medians) is the cost of a line, its collectives and the recorded bubble included. The last
+column spreads it over `--interval` steps; 10 is the default of tracking.log_interval.
 """
 
 from __future__ import annotations
