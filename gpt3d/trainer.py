@@ -207,10 +207,11 @@ class Trainer:
             return None
         self.timelines.append(timeline)
         if len(self.timelines) == self.config.trainer.timeline_steps:
-            chunks = self.config.pipeline.chunks
+            chunks, begun = self.config.pipeline.chunks, time.perf_counter()
             files = write_timelines(self.timelines, chunks, self.config.run_name, self.run_dir)
             self.say(f"{bubble_in_words(self.timelines, chunks)}; drawn in {files[0]}")
             ideal = ideal_of(timeline, chunks).bubble
+            self.meter.pause(time.perf_counter() - begun)
             self.tracker.event("timeline", step=self.step + 1, bubble=timeline.bubble, ideal=ideal)
         return timeline.bubble
 

@@ -22,7 +22,7 @@ from gpt3d.tracking.sinks import Console, clock, short, validation_line
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 REFRESHES = 4.0  # a second; drawn by a thread, from numbers that are there already
-SMALLEST = (44, 12)  # columns and rows below which one line has to do
+SMALLEST = (44, 14)  # columns and rows below which one line has to do
 MOST_STAGES = 8  # of a long pipeline the fullest are shown
 MOST_LOSSES = 4096
 
@@ -81,7 +81,8 @@ class LiveConsole(Console):
         """The panel at this moment, for the terminal as large as it is now."""
         width, height = self.terminal.size
         m = self.seen
-        head = Text(f"step {self.done:,}/{self.total:,}  {100 * self.done / max(self.total, 1):.0f}%  ", no_wrap=True)
+        head = Text(f"step {self.done:,}/{self.total:,}  {100 * self.done / max(self.total, 1):.0f}%  ")
+        head.no_wrap, head.overflow = True, "crop"
         elapsed = time.monotonic() - self.begun
         if (eta := m.get("eta_s")) is not None:
             head.append(f"ETA {clock(max(0.0, float(eta) - (time.monotonic() - self.moment)))}  ", style="bold")
@@ -91,13 +92,13 @@ class LiveConsole(Console):
         head.append(f"elapsed {clock(elapsed)}", style="dim")
         parts: list[RenderableType] = [head, ProgressBar(total=max(self.total, 1), completed=self.done)]
         if m:
-            parts += self._numbers(width - 4)
+            parts += self._numbers(width - 4, most_stages=height - 11)
         rows = Table.grid()
         for part in parts:
             rows.add_row(part)
         return Panel(rows, title=Text(self.title, no_wrap=True), title_align="left", width=min(width, 120))
 
-    def _numbers(self, width: int) -> Iterator[RenderableType]:
+    def _numbers(self, width: int, most_stages: int) -> Iterator[RenderableType]:
         m = self.seen
         mfu = m.get("mfu")
         loss = f"loss {m['loss']:.4f}  "
@@ -114,7 +115,7 @@ class LiveConsole(Console):
             f"bubble {100 * bubble:.1f}%" if (bubble := m.get("pipeline_bubble")) is not None else "",
         ]
         yield Text("   ".join(filter(None, words)))
-        yield memory_table(m)
+        yield memory_table(m, min(most_stages, MOST_STAGES))
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -129,12 +130,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
 
 
-def memory_table(m: Metrics) -> Table:
-    """Memory of each stage, now and at its highest; of a long pipeline the fullest stages."""
+def memory_table(m: Metrics, most: int) -> Table:
+    """Memory of each stage, now and at its highest; of a long pipeline the `most` fullest stages."""
     table = Table.grid(padding=(0, 2))
     stages = sum(name.startswith("memory_gb_stage_") for name in m)
     suffixes = [f"_stage_{i}" for i in range(stages)] or [""]
-    fullest = sorted(suffixes, key=lambda suffix: -(m[f"memory_gb{suffix}"] or 0))[:MOST_STAGES]
+    fullest = sorted(suffixes, key=lambda suffix: -(m[f"memory_gb{suffix}"] or 0))[:most]
     for suffix in sorted(fullest, key=suffixes.index):
         peak, now = m[f"memory_gb{suffix}"] or 0.0, m[f"memory_now_gb{suffix}"] or 0.0
         bar = ProgressBar(total=max(float(m["memory_gb"] or 0), 1e-9), completed=now, width=12)

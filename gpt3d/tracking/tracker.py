@@ -19,6 +19,7 @@ from gpt3d.tracking.tensorboard_sink import TensorBoardSink
 from gpt3d.tracking.wandb_sink import WandbRun, WandbSink, wanted_mode
 
 FAILED_SECONDS = 5.0  # for the trackers when the run has failed: its message should not wait for long
+PICTURE_SECONDS = 30.0  # a shorter run does not spend a second on report.png; `python -m gpt3d.report` draws it
 
 
 class Tracker:
@@ -26,7 +27,7 @@ class Tracker:
 
     def __init__(self, config: RunConfig, run_dir: Path, is_main: bool, plan: Mapping[str, Any] | None = None) -> None:
         self.config, self.run_dir, self.is_main, self.plan = config, run_dir, is_main, dict(plan or {})
-        self.first_step, self.lines_elsewhere = 0, 0
+        self.first_step, self.lines_elsewhere, self.begun = 0, 0, 0.0
         self.wandb_id: str | None = None
         self.background: list[Background] = []
         if is_main:
@@ -46,7 +47,7 @@ class Tracker:
         return {"wandb_id": self.wandb_id, "lines": self._lines()} if self.is_main else {}
 
     def __enter__(self) -> Tracker:
-        options = self.config.tracking
+        options, self.begun = self.config.tracking, time.monotonic()
         self.event("start", step=self.first_step)
         if self.is_main and self.plan:
             self._attempt("plan.json", lambda path: path.write_text(json.dumps(self.plan, indent=2) + "\n"))
@@ -76,7 +77,7 @@ class Tracker:
         self.jsonl.close()
         self.events.close()
         if self.config.tracking.report:
-            self._report(pictures=not code)
+            self._report(pictures=not code and time.monotonic() - self.begun > PICTURE_SECONDS)
 
     def log(self, metrics: Metrics) -> None:
         """One dictionary to every sink."""

@@ -29,7 +29,7 @@ SMALL = [
     "parallel=pp2", "tracking=wandb_offline", "tracking.tensorboard=true", "tracking.log_interval=1",
     "data.seq_len=32", "model.num_layers=2", "trainer.global_batch_size=4", "trainer.micro_batch_size=2",
     "trainer.eval_interval=2", "trainer.eval_batches=1", "trainer.sample_tokens=0", "checkpoint.interval=2",
-    "lr=constant",
+    "lr=constant", "tracking.node_metrics=true", "tracking.layer_norms_interval=2",
 ]  # fmt: skip
 
 
@@ -45,6 +45,10 @@ def train(steps: int, run_dir: str) -> None:
 def lines(run_dir: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name != "time"} for line in found]
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
 def starts(run_dir: Path) -> list[wandb_file.WandbFile]:
@@ -70,8 +74,14 @@ def test_a_run_that_goes_on_from_an_older_step(world: World, tmp_path: Path) -> 
     assert len(a.history) == first and (a.exit_code, b.exit_code) == (0, 0)
     assert a.step_metrics == {"step": "", "*": "step"}
     assert a.config["trainer"]["steps"] == 4 and a.config["environment"]["packages"]["torch"]
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert a.config["plan"] == plan and len(plan["stages"]) == 2 and plan["layout"]["pp"] == 2
+    assert [e["event"] for e in events(tmp_path)] == ["start", "end", "start", "end"]
+    assert [e["step"] for e in events(tmp_path) if e["event"] == "start"] == [0, 2]
+    page = (tmp_path / "report.html").read_text()
+    assert "restart 1" in page and "Pipeline bubble" in page
     logged = {name for line in want for name in line}
-    assert {metric(name) for name in logged} == {entry for name, entry in METRICS.items() if name != "pipeline_bubble"}
+    assert {metric(name) for name in logged} == set(METRICS.values()), "documented and logged are the same"
     tensorboard_has(tmp_path / "tensorboard", want)
 
 
@@ -229,3 +239,31 @@ def test_the_environment_can_only_turn_wandb_down(make: Make, monkeypatch: pytes
     assert (wanted_mode(online), wanted_mode(disabled)) == ("online", "disabled")
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert (wanted_mode(online), wanted_mode(disabled)) == ("offline", "disabled")
+
+
+def test_a_report_that_fails_and_a_full_disk_cost_a_warning(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.html").write_text("mine")
+    (tmp_path / "plan.json").mkdir()
+    with Tracker(make(), tmp_path, is_main=True, plan={"fits": True}) as tracker:
+        tracker.log({"step": 1})
+    said = capsys.readouterr().out
+    assert "plan.json could not be written (IsADirectoryError" in said
+    assert "report.html could not be written (ReportError" in said and (tmp_path / "report.html").read_text() == "mine"
+
+
+def test_a_failed_run_has_a_report_that_says_so(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Tracker(make(), tmp_path, is_main=True) as tracker:
+        tracker.log({"step": 1})
+        tracker.event("skipped", step=1, why="its gradients are not finite")
+        raise ZeroDivisionError("by nothing")
+    page = (tmp_path / "report.html").read_text()
+    assert "ended with exit code 1: ZeroDivisionError: by nothing" in page and "gradients are not finite" in page
+    assert not (tmp_path / "report.png").exists(), "the message of a failure does not wait for pictures"
+
+
+def test_no_report_when_none_is_wanted(make: Make, tmp_path: Path) -> None:
+    with Tracker(make({"tracking.report": False}), tmp_path, is_main=True):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "events.jsonl"}

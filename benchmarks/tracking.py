@@ -1,0 +1,74 @@
+"""What tracking costs: logged steps against the unlogged ones between them, in one run.
+
+python benchmarks/tracking.py [--steps 120] [--interval 10]
+
+Two ranks train the tiny model over PP 2 on the CPU. Every second step is logged, to the sinks of each row: what a
+logged step takes longer (medians) is the cost of a line, its collectives and the recorded bubble included. The last
+column spreads it over `--interval` steps; 10 is the default of tracking.log_interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from gpt3d.launch import run_ranks
+
+SINKS = {
+    "metrics.jsonl and lines": [],
+    "+ TensorBoard": ["tracking.tensorboard=true"],
+    "+ wandb, offline": ["tracking=wandb_offline"],
+    "all": ["tracking=wandb_offline", "tracking.tensorboard=true"],
+    "all, load of machines": ["tracking=wandb_offline", "tracking.tensorboard=true", "tracking.node_metrics=true"],
+}
+WARM_UP = 8
+
+
+def measure(sinks: list[str], steps: int, folder: str) -> tuple[float, float]:
+    """On each rank: seconds of an unlogged and of a logged step, medians."""
+    from gpt3d.config.load import compose
+    from gpt3d.parallel import device
+    from gpt3d.trainer import Trainer
+
+    chosen = device.select(0, "cpu")
+    device.init_process_group(chosen)
+    keys = ["parallel=pp2", f"trainer.steps={steps + WARM_UP}", "tracking.log_interval=2", "checkpoint=none"]
+    config = compose([*keys, "tracking.report=false", *sinks, f"run_dir={folder}"])
+    times: dict[bool, list[float]] = {False: [], True: []}
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        trainer = Trainer(config, chosen)
+        with trainer.tracker:
+            while trainer.step < steps + WARM_UP:
+                begun = time.perf_counter()
+                metrics = trainer.train_step()
+                if metrics is not None:
+                    trainer.log(metrics)
+                if trainer.step > WARM_UP:
+                    times[metrics is not None].append(time.perf_counter() - begun)
+        trainer.batches.close()
+    device.destroy_process_group()
+    return median(times[False]), median(times[True])
+
+
+def main() -> None:
+    """Measure all rows and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--interval", type=int, default=10)
+    chosen = parser.parse_args()
+    print(f"{'sinks':24} {'unlogged':>10} {'logged':>10} {'a line':>10} {f'of {chosen.interval} steps':>12}")
+    for name, sinks in SINKS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            logs = Path(folder) / "logs"
+            plain, logged = run_ranks(measure, sinks, chosen.steps, folder, nprocs=2, log_dir=logs)[0]
+        share = (logged - plain) / (chosen.interval * plain)
+        print(f"{name:24} {1e3 * plain:7.1f} ms {1e3 * logged:7.1f} ms {1e3 * (logged - plain):7.1f} ms {share:12.2%}")
+
+
+if __name__ == "__main__":
+    main()
