@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -26,6 +27,7 @@ from gpt3d.config.problems import ConfigError
 from gpt3d.config.schema import RunConfig
 from gpt3d.data import build_data, validation_batches
 from gpt3d.data.errors import DataError
+from gpt3d.data.tokenizer import Tokenizer
 from gpt3d.harness import HarnessError, evaluate_tasks
 from gpt3d.inference import TrainedModel, open_model
 from gpt3d.parallel import device
@@ -61,6 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="number format; default: of the training")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     given = parser.parse_intermixed_args(arguments)
+    if problems := _problems(given):
+        print("\n".join(problems), file=sys.stderr)
+        return 2
     try:
         source = settings.named(given.run, "RUN")[0]
         model = open_model(source, given.dtype, 1, device.kind(given.device))
@@ -84,12 +89,32 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _problems(given: argparse.Namespace) -> list[str]:
+    """What was asked for and would have no effect, or cannot be."""
+    problems = [
+        f"{override}: only data.KEY=VALUE and trainer.micro_batch_size=N can be changed; the rest is the model's own"
+        for override in given.overrides
+        if not override.startswith(("data.", "trainer.micro_batch_size=")) or "=" not in override
+    ]
+    for name, value, least in (("--batches", given.batches, 0), ("--limit", given.limit, 1)):
+        if value is not None and value < least:
+            problems.append(f"{name}={value}: use at least {least}")
+    if given.tasks and (given.overrides or given.batches is not None):
+        problems.append("--tasks brings its own text: leave out --batches and key=value")
+    if not given.tasks and (given.task_dir or given.limit is not None):
+        problems.append("--task-dir and --limit are for --tasks=NAME,...")
+    return problems
+
+
 def _with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
     """The run's settings with some changed. Raises DataError for what is no setting."""
     try:
-        return to_typed(OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(overrides)))
+        found = to_typed(OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(overrides)))
     except (OmegaConfBaseException, ValueError) as error:
         raise DataError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}") from None
+    if found.data.seq_len > config.model.max_seq_len:
+        raise DataError(f"data.seq_len={found.data.seq_len}: the model has {config.model.max_seq_len} positions")
+    return found
 
 
 def evaluate(model: TrainedModel, config: RunConfig, batches: int | None = None) -> Score:
@@ -98,17 +123,21 @@ def evaluate(model: TrainedModel, config: RunConfig, batches: int | None = None)
     if data.validation is None:
         raise DataError(f"data.validation_fraction={config.data.validation_fraction} holds no text out to evaluate on")
     limit = t.eval_batches if batches is None else batches or None
-    loss, tokens, size = 0.0, 0, 0
+    loss, tokens, seen = 0.0, 0, list[np.ndarray]()
     for batch in validation_batches(data.validation, t.global_batch_size, t.micro_batch_size, 0, 1, limit=limit):
         for rows in batch:
             loss += model.loss(rows["tokens"], rows["labels"], rows.get("position_ids"))
-            for labels in rows["labels"]:
-                ids = labels[labels >= 0]
-                tokens += len(ids)
-                size += len(model.tokenizer.decode(ids[ids != model.tokenizer.eod].numpy()).encode())
-    mean = loss / max(tokens, 1)
+            seen.append(rows["labels"][rows["labels"] >= 0].numpy())
+            tokens += len(seen[-1])
+    mean, size = loss / max(tokens, 1), _bytes(np.concatenate(seen), model.tokenizer)
     per_byte = loss / math.log(2) / size if size and config.data.source != "synthetic" else None
     return Score(mean, math.exp(mean), per_byte, tokens, data.unigram_entropy)
+
+
+def _bytes(ids: np.ndarray, tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of the text of `ids`, in order; windows may cut a character, so whole documents are decoded."""
+    documents = np.split(ids, np.flatnonzero(ids == tokenizer.eod))
+    return sum(len(tokenizer.decode(part[part != tokenizer.eod]).encode()) for part in documents)
 
 
 def _in_words(score: Score, source: Path, seconds: float) -> str:

@@ -19,6 +19,7 @@ from gpt3d.parallel import device
 
 ANSWERED = (CheckpointError, CorruptCheckpoint, DataError, PromptTooLong, RankFailed, device.DeviceError, OSError)
 DTYPES = ("fp32", "bf16", "fp16")
+MAX_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Request:
 
     source: Path
     prompts: tuple[str, ...]
-    tokens: int
+    tokens: int | None  # None: MAX_TOKENS, or as many as fit
     sampling: Sampling
     tp: int
     dtype: str | None
@@ -55,15 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    except (
-        CheckpointError,
-        CorruptCheckpoint,
-        DataError,
-        PromptTooLong,
-        RankFailed,
-        device.DeviceError,
-        OSError,
-    ) as error:
+    except ANSWERED as error:
         print(f"gpt3d: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -78,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", type=Path, help="a run's folder (its newest checkpoint) or a step-* folder")
     parser.add_argument("prompts", nargs="*", help="texts to continue, as one batch; without any: a line of input each")
-    parser.add_argument("--tokens", type=int, default=128, help="most tokens to add to each (default 128)")
+    parser.add_argument("--tokens", type=int, help="most tokens to add to each (default 128, or what fits)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="draw from so many likeliest tokens only (0: all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest that hold this much (1: all)")
@@ -91,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _problems(given: argparse.Namespace) -> list[str]:
     rules = {
-        "--tokens": (given.tokens, given.tokens >= 1, "at least 1"),
+        "--tokens": (given.tokens, given.tokens is None or given.tokens >= 1, "at least 1"),
         "--temperature": (given.temperature, given.temperature >= 0, "0 or more"),
         "--top-k": (given.top_k, given.top_k >= 0, "0 (all) or more"),
         "--top-p": (given.top_p, 0 < given.top_p <= 1, "above 0, at most 1 (all)"),
@@ -114,7 +107,8 @@ def answer(request: Request) -> None:
     texts = [Text(model, prompt) for prompt in request.prompts]
     speaks = model.layout.rank == 0
     streams = speaks and len(texts) == 1
-    answers = model.generate([text.ids for text in texts], request.tokens, request.sampling)
+    room = max(1, model.length - max(len(text.ids) for text in texts))
+    answers = model.generate([text.ids for text in texts], request.tokens or min(MAX_TOKENS, room), request.sampling)
     if streams:
         print(texts[0].prompt, end="", flush=True)
     for ids in answers:

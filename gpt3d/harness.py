@@ -30,7 +30,9 @@ def evaluate_tasks(model: TrainedModel, tasks: list[str], folder: Path | None, l
         raise HarnessError("--tasks needs lm-evaluation-harness: pip install 'gpt3d[eval]'") from None
     if folder is not None and not folder.is_dir():
         raise HarnessError(f"--task-dir={folder} is no folder")
-    manager = TaskManager(include_path=str(folder) if folder else None)
+    manager = TaskManager(include_path=str(folder) if folder else None, include_defaults=folder is None)
+    if any(task not in manager.all_tasks for task in tasks) and folder is not None:
+        manager = TaskManager(include_path=str(folder))  # reads the harness's thousands of files: half a minute
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise HarnessError(f"--tasks: no task is called {', '.join(unknown)}; lm_eval --tasks list shows all")
     results: dict[str, Any] = lm_eval.simple_evaluate(
@@ -71,17 +73,24 @@ class Answers:
         """
         texts = []
         for context, continuation in pairs:
-            before = self._ids(context) or [self.tokenizer.eod]
-            whole = self._ids(context + continuation) if context else before + self._ids(continuation)
-            count = max(1, len(whole) - len(before))  # a merge across the border belongs to the continuation
-            texts.append((whole, count))
+            # Spaces before the border belong to the continuation, as in the harness: tokens begin with their space.
+            bare = context.rstrip()
+            continuation = context[len(bare) :] + continuation
+            before = self._ids(bare) or [self.tokenizer.eod]
+            whole = self._ids(bare + continuation) if bare else before + self._ids(continuation)
+            texts.append((whole, len(whole) - len(before)))
         return list(self._scored(texts))
 
     def rolling(self, text: str) -> float:
-        """Log-probability [nats] of all of `text`, each token seen once, in windows of the model's length."""
+        """Log-probability [nats] of all of `text`, each token counted once, in windows of the model's length.
+
+        The last window begins earlier, to be a full one, and only its new tokens count: as in the harness.
+        """
         ids, step = [self.tokenizer.eod, *self._ids(text)], self.model.length
-        windows = [ids[i : i + step + 1] for i in range(0, len(ids) - 1, step)]
-        return sum(score for score, _ in self._scored([(window, len(window) - 1) for window in windows]))
+        stops = [min(first + step, len(ids) - 1) for first in range(0, len(ids) - 1, step)]
+        counts = [stop - first for first, stop in zip(range(0, len(ids) - 1, step), stops, strict=True)]
+        windows = [(ids[max(0, stop - step) : stop + 1], n) for stop, n in zip(stops, counts, strict=True)]
+        return sum(score for score, _ in self._scored(windows))
 
     def generate_until(self, context: str, options: dict[str, Any]) -> str:
         """Text after `context` up to one of the `until` strings."""
@@ -108,9 +117,12 @@ class Answers:
             tokens = torch.zeros((len(cut), max(len(ids) for ids, _ in cut) - 1), dtype=torch.long)
             for row, (ids, _) in zip(tokens, cut, strict=True):
                 row[: len(ids) - 1] = torch.tensor(ids[:-1])
-            logits = self.model.logits(tokens).cpu()
+            logits = self.model.logits(tokens, every_id=True).cpu()
             for row, (ids, n) in enumerate(cut):
                 n = min(n, len(ids) - 1)
+                if n < 1:  # an empty continuation, or one that merged into the last token before it
+                    yield 0.0, True
+                    continue
                 own, wanted = logits[row, len(ids) - 1 - n : len(ids) - 1], torch.tensor(ids[-n:])
                 score = F.log_softmax(own, -1).gather(-1, wanted[:, None]).sum()
                 yield float(score), bool((own.argmax(-1) == wanted).all())

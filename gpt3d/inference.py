@@ -72,11 +72,15 @@ class TrainedModel:
         self.vocab_size = min(config.model.vocab_size, self.tokenizer.vocab_size)  # the others have no text
 
     @torch.no_grad()
-    def logits(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Logits [b, s, V] (fp32, ids that have a text) of the token after each of `tokens` [b, s]."""
+    def logits(self, tokens: Tensor, cache: KeyValueCache | None = None, *, every_id: bool = False) -> Tensor:
+        """Logits [b, s, V] (fp32) of the token after each of `tokens` [b, s]: of ids that have a text, or of all.
+
+        All are what the loss normalises over: `every_id` gives log-probabilities as training and an export see them.
+        """
         local = self.stage(tokens.to(self.layout.device), 0, None, cache)
         whole = all_gather_last(local, self.layout.tp)
-        return whole[..., : self.vocab_size].transpose(0, 1).float()
+        ids = self.config.model.vocab_size if every_id else self.vocab_size
+        return whole[..., :ids].transpose(0, 1).float()
 
     @torch.no_grad()
     def loss(self, tokens: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> float:

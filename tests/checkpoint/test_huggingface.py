@@ -21,13 +21,14 @@ from gpt3d.checkpoint.initial import load_initial
 from gpt3d.checkpoint.reader import SavedTensors
 from gpt3d.checkpoint.settings import check_initial, plain
 from gpt3d.checkpoint.state import held_state
-from gpt3d.config.load import compose
+from gpt3d.config.load import compose, conf_dir
 from gpt3d.config.problems import ConfigError
-from gpt3d.config.schema import LrConfig, RunConfig, TokenizerConfig
+from gpt3d.config.schema import LrConfig, ModelConfig, RunConfig, TokenizerConfig
 from gpt3d.verification.cases import FAMILIES, Case
 from tests.checkpoint import simulated
 
 VOCAB = 263  # the byte tokenizer has 257, and padding to 16 adds rows that must not be exported
+CLOSE = 2e-5  # root mean square difference of logits, in their standard deviations; both sides compute in fp32
 FORMS = {
     "llama": FAMILIES["llama"],  # grouped queries, Llama 3.1 frequencies
     "llama_tied": FAMILIES["llama_tied"],
@@ -41,12 +42,16 @@ FORMS = {
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
     """A checkpoint of random numbers of each form, saved by TP 2 x DP 2."""
     model = dataclasses.replace(FORMS[request.param], vocab_size=VOCAB)
-    FAMILIES[f"hf_{request.param}"] = model
-    case = Case(tp=2, dp=2, zero=2, family=f"hf_{request.param}")
+    return saved_by(Case(tp=2, dp=2, zero=2), model, request.param, tmp_path_factory.mktemp("saved"))
+
+
+def saved_by(case: Case, model: ModelConfig, name: str, root: Path) -> tuple[RunConfig, Path]:
+    """A checkpoint of random numbers in the layout of `case`."""
+    FAMILIES[f"hf_{name}"] = model
+    case = dataclasses.replace(case, family=f"hf_{name}")
     config = case.config()
     config.tokenizer, config.lr = TokenizerConfig(kind="bytes"), LrConfig(schedule="constant")
     config.cluster.name = "test"
-    root = tmp_path_factory.mktemp("saved")
     simulated.save(case, root / ".tmp-1")
     state = {"config": plain(config), "progress": {"step": 1}}
     folder.commit(root / ".tmp-1", root / folder.step_name(1), {folder.STATE: json.dumps(state)})
@@ -102,6 +107,60 @@ def test_in_transformers_itself(saved: tuple[RunConfig, Path], tmp_path: Path) -
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "fp32")
     assert tokenizer("Ärger 1\n")["input_ids"] == list("Ärger 1\n".encode())
     assert tokenizer.decode([195, 132, 256]) == "Ä<|endoftext|>"
+
+
+LAYOUTS = (
+    Case(tp=2, pp=2, zero=1),
+    Case(tp=2, pp=2, dp=2, zero=3),
+    Case(pp=2, dp=2, zero=2, layers=(1, 3)),
+    Case(tp=4, pp=2, zero=0),
+    Case(tp=2, pp=2, schedule="interleaved", chunks=2),
+)
+PRESETS = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml"))
+QUICK = ("125m", "1b", "2.7b", "70b")  # heads of 8 and 10; tied and scaled; 8 queries a key. The others are slow
+
+
+def preset(name: str) -> ModelConfig:
+    """A published size in small: the same head sizes (an eighth), ratios, rotary scaling, ties and biases."""
+    model = compose([f"model={name}"]).model
+    group = model.num_heads // model.num_kv_heads
+    kv_heads = 2 if group > 1 else 4
+    hidden = model.hidden_size * kv_heads * group // (8 * model.num_heads)
+    return dataclasses.replace(
+        model, num_layers=4, hidden_size=hidden, num_heads=kv_heads * group, num_kv_heads=kv_heads,
+        head_dim=model.head_dim // 8, ffn_hidden_size=round(model.ffn_hidden_size / model.hidden_size * hidden / 8) * 8,
+        vocab_size=VOCAB, vocab_multiple=16, max_seq_len=64,
+        rope_scaling=dataclasses.replace(model.rope_scaling, original_max_seq_len=256),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PRESETS]
+)
+def test_presets_in_transformers_and_back(name: str, tmp_path: Path) -> None:
+    """Saved with TP and PP, exported: their logits are ours. Written by them, read by us: the bits that we had."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+    case = LAYOUTS[PRESETS.index(name) % len(LAYOUTS)]
+    config, source = saved_by(case, preset(name), name, tmp_path)
+    whole = SavedTensors(source)
+    weights = {k[8:]: torch.from_numpy(whole.read(k)) for k in whole.tensors if k.startswith("weights/")}
+    ids = torch.randint(0, VOCAB, (1, 64), generator=torch.Generator().manual_seed(3))
+    for dtype, kept in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        export.export(source, tmp_path / dtype, dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / dtype, dtype=torch.float32)
+        with torch.no_grad():
+            theirs = model.eval()(ids).logits[0]
+        ours = export.our_logits(config, {name: value.to(kept).float() for name, value in weights.items()}, ids)
+        assert (theirs - ours).square().mean().sqrt() < CLOSE * ours.std(), dtype
+        if dtype == "fp32":
+            model.save_pretrained(tmp_path / "theirs")
+    check_initial(dataclasses.replace(config, init_from=str(tmp_path / "theirs")))
+    other = dataclasses.replace(LAYOUTS[(PRESETS.index(name) + 1) % len(LAYOUTS)], family=f"hf_{name}")
+    for state, right in zip(simulated.ranks(other), simulated.answers(other), strict=True):
+        load_initial(tmp_path / "theirs", held_state(state, config.model), config.model)
+        for fragment, want in zip(state.pieces, right, strict=True):
+            got = fragment.tensors["weights"]
+            assert torch.equal(got.nan_to_num(7.0), want["weights"].nan_to_num(7.0)), fragment.placement.name
 
 
 def test_published_sizes_have_a_class_and_their_config_reads_back() -> None:

@@ -128,6 +128,8 @@ def test_the_command(source: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert "--- 1\nab" in (both := capsys.readouterr().out) and "--- 2\ncd" in both
     assert generate.main([*asked, "--temperature", "0", "ab"]) == 0
     assert capsys.readouterr().out.strip() in both
+    assert generate.main([str(source), "--device", "cpu", "ab"]) == 0, "without --tokens, as many as fit"
+    assert capsys.readouterr().out.startswith("ab")
 
 
 @pytest.mark.parametrize(
