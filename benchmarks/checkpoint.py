@@ -3,7 +3,11 @@
     python -m benchmarks.checkpoint --gb 1 --ranks 4            # targets: blocking <= 10 %, rate >= 90 % of raw
     python -m benchmarks.checkpoint --kills 200                 # every time the newest committed one is whole
 
-FIGURES
+On 2 CPU cores, 1 GB over 4 ranks, medians of 4: raw 0.89 s, a save that waits 0.84 s (106 % of the raw rate: the disk
+begins before all is written), one that does not keeps training waiting 0.02 s (2.7 %): the copy is made beside forward
+and backward. Saving adds 1.2 % of a rank's state in memory, loading 0.5 %; saving in the background 100 %, its copy.
+200 kills during 48 saves left 34 unfinished ones, and the newest committed one was whole every time;
+`benchmarks/kills.py` kills training.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ import random
 import signal
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,6 +112,41 @@ def measure(config: RunConfig, root: str, total: int) -> dict[str, list[float]]:
     return found
 
 
+def memory_peaks(config: RunConfig, root: str, total: int) -> tuple[int, int, int]:
+    """On each rank, bytes: its state, and how far the process grew while saving it and while loading it."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device.init_process_group(device.select(0, "cpu"), timeout_minutes=10)
+    layout = create_layout(Sizes(dp=world), torch.device("cpu"))
+    shard = Shard(rank, world, total)
+    files = Checkpointer(config, layout, shard, Path(root), lambda text: None)
+    state = sum(t.nbytes for fragment in shard.held for t in fragment.tensors.values())
+    saving = growth(lambda: files.save(progress(1), wait=True))
+    return state, saving, growth(lambda: files.load(folder.committed(Path(root))))
+
+
+def growth(work: Callable[[], object]) -> int:
+    """Peak resident bytes during `work` above those before it, pages of mapped files not counted (Linux)."""
+    before, peak, done = anonymous_bytes(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, anonymous_bytes())
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    work()
+    done.set()
+    watcher.join()
+    return max(0, peak - before)
+
+
+def anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
 def compute(seconds: float) -> None:
     """Stands for forward and backward: matrix products for so long."""
     a, end = torch.randn(256, 256), time.perf_counter() + seconds
@@ -159,6 +199,7 @@ def main() -> None:
         if given.kills:
             kill_saves(config, Path(root), given.kills)
             return
+        peaks = run_ranks(memory_peaks, config, root, int(given.gb * 1e9), nprocs=given.ranks)
         found = run_ranks(measure, config, root, int(given.gb * 1e9), nprocs=given.ranks)
     worst = {kind: [max(rank[kind][i] for rank in found) for i in range(REPEATS)] for kind in found[0]}
     middle = {kind: statistics.median(times) for kind, times in worst.items()}
@@ -166,6 +207,8 @@ def main() -> None:
         print(f"{kind:<9} median {middle[kind]:6.2f} s, {given.gb / middle[kind]:6.2f} GB/s   "
               + " ".join(f"{t:.2f}" for t in times))  # fmt: skip
     print(f"blocking is {100 * middle['blocking'] / middle['sync']:.1f} % of a synchronous save (target: at most 10)")
+    saving, loading = (max(100 * peak[i] / peak[0] for peak in peaks) for i in (1, 2))
+    print(f"memory: saving adds {saving:.1f} % of a rank's state, loading {loading:.1f} % (target: below 10)")
     print(f"write rate is {100 * middle['raw'] / middle['sync']:.0f} % of raw write + fsync (target: at least 90)")
 
 

@@ -173,7 +173,8 @@ def check(source: Path, target: Path, config: RunConfig) -> str:
         from transformers import AutoModelForCausalLM
     except ImportError:
         return said + "logits not compared: pip install transformers, and export again"
-    theirs, info = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
+    theirs, info = loaded
     if info["missing_keys"] or info["unexpected_keys"]:
         raise ExportError(f"transformers finds other tensors than it expects: {info}")
     with torch.no_grad():

@@ -17,6 +17,8 @@ from gpt3d.data.errors import DataError
 from gpt3d.launch import RankFailed
 from gpt3d.rank import train_rank
 
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
+
 HELP = """
 Train a GPT on this machine's GPUs or CPU, or as part of a world that torchrun, srun or mpirun started.
 
@@ -79,7 +81,11 @@ def train_here(config: RunConfig) -> float | None:
 
 def check_here(config: RunConfig) -> None:
     """Raise ConfigError with everything that keeps this configuration from running on this machine."""
+    from gpt3d import launch
     from gpt3d.checkpoint.settings import check_start
+
+    if config.cluster.device == "cpu" or not NVIDIA_DRIVER.exists():
+        launch.preload()  # the server of the ranks imports torch while this process does
     from gpt3d.launch.machine import this_machine
 
     if config.dry_run:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import xxhash
 
 BLOCK = 1 << 20
+FLUSHED = 32 << 20  # bytes
 SAMPLED = 16  # verify=sample looks at one block in so many
 
 
@@ -56,13 +58,23 @@ class FileSums:
 
 
 def write_file(path: Path, buffers: Iterable[memoryview]) -> FileSums:
-    """Write a new file to the disk, fsync included; raises OSError if it cannot be done whole."""
-    sums = FileSums()
-    with open(path, "xb", buffering=0) as file:
+    """Write a new file to the disk, fsync included; raises OSError if it cannot be done whole.
+
+    The disk begins early: a thread flushes what is written so far while the next bytes are summed and written.
+    """
+    sums, flushed, flushing = FileSums(), 0, Future[None]()
+    flushing.set_result(None)
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1, "gpt3d-flush") as flusher:
         for buffer in buffers:
-            sums.add(buffer)
-            while len(buffer):
-                buffer = buffer[file.write(buffer) :]
+            for start in range(0, len(buffer), FLUSHED):
+                part = buffer[start : start + FLUSHED]
+                sums.add(part)
+                while len(part):
+                    part = part[file.write(part) :]
+                if sums.size - flushed >= FLUSHED and flushing.done():
+                    flushing.result()  # Linux tells of a failed write once only
+                    flushed, flushing = sums.size, flusher.submit(os.fdatasync, file.fileno())
+        flushing.result()
         os.fsync(file.fileno())
     return sums.finish()
 

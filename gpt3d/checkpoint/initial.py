@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpt3d.checkpoint import huggingface, settings
 from gpt3d.checkpoint.blocks import CorruptCheckpoint
 from gpt3d.checkpoint.huggingface import Part
 from gpt3d.checkpoint.planner import PieceLoadPlanner, State
 from gpt3d.checkpoint.safetensors import SafetensorsFolder
+from gpt3d.checkpoint.state import state_of
 from gpt3d.checkpoint.storage import RawReader
 from gpt3d.config.schema import ModelConfig
+from gpt3d.parallel.placement import placement_of
+from gpt3d.zero.fragments import Fragment
 
 Region = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 
@@ -26,7 +29,16 @@ def load_initial(path: Path, state: State, model: ModelConfig) -> None:
         if not key.startswith("weights/"):
             for part in pieces.parts:
                 part.values.zero_()
-    weights = {key: pieces for key, pieces in state.items() if key.startswith("weights/")}
+    _fill({key: pieces for key, pieces in state.items() if key.startswith("weights/")}, path, model)
+
+
+def read_weights(path: Path, parameters: Iterable[nn.Parameter], model: ModelConfig) -> None:
+    """Fill these parameters of a stage, rounded to their number format. Raises CorruptCheckpoint or ConfigError."""
+    whole = (Fragment(placement_of(p), 0, {"weights": p.data.view(-1)}) for p in parameters)
+    _fill(state_of(whole, model), path, model)
+
+
+def _fill(weights: State, path: Path, model: ModelConfig) -> None:
     if (path / "config.json").is_file():
         region = from_huggingface(path, model)
         for key, pieces in weights.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import zlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -19,8 +20,13 @@ from gpt3d.zero.fragments import Fragment, OptimizerState
 
 def held_state(state: OptimizerState, model: ModelConfig) -> State:
     """Every piece that this rank holds, to be read into."""
+    return state_of(state.fragments(), model)
+
+
+def state_of(fragments: Iterable[Fragment], model: ModelConfig) -> State:
+    """The pieces of global tensors that these fragments are."""
     result: State = {}
-    for fragment in state.fragments():
+    for fragment in fragments:
         _add(result, fragment, 0, fragment.tensors, model)
     return result
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpt3d.config.schema import ModelConfig
-from gpt3d.model.documents import Documents, attend_within
+from gpt3d.model.documents import Context
 from gpt3d.model.rotary import rotate
 from gpt3d.parallel.layers import Factory, QKVLinear, RowParallelLinear
 from gpt3d.parallel.random import derive, seed_default_generator
@@ -40,18 +40,16 @@ class Attention(nn.Module):
         )
         self.out = RowParallelLinear(make, f"{name}.out", rows, model.hidden_size, bias=model.bias, std=out_std)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, seed: int, documents: Documents | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, seed: int, context: Context | None = None) -> Tensor:
         q, k, v = self.qkv(x)
         if self.recompute_core and self.training:
-            core = checkpoint(
-                self.core, q, k, v, rotary, seed, documents, use_reentrant=False, preserve_rng_state=False
-            )
+            core = checkpoint(self.core, q, k, v, rotary, seed, context, use_reentrant=False, preserve_rng_state=False)
         else:
-            core = self.core(q, k, v, rotary, seed, documents)
+            core = self.core(q, k, v, rotary, seed, context)
         return self.out(core)
 
     def core(
-        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, seed: int, documents: Documents | None
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, seed: int, context: Context | None
     ) -> Tensor:
         """q [s, b, local heads x d], k and v [s, b, local kv heads x d] -> [s, b, local heads x d]."""
         s, b, _ = q.shape
@@ -62,8 +60,8 @@ class Attention(nn.Module):
         p = self.dropout if self.training else 0.0
         if p > 0.0:  # heads differ between TP ranks, so do their masks
             seed_default_generator(q.device, derive(seed, self.layout.tp.rank))
-        if documents is not None:
-            return attend_within(q, k, v, documents, p).reshape(s, b, -1)
+        if context is not None:
+            return context.attend(self, q, k, v, p).reshape(s, b, -1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d]
         grouped = q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True, enable_gqa=grouped)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from gpt3d.config.schema import ModelConfig
 from gpt3d.model.attention import Attention, Rotary
-from gpt3d.model.documents import Documents
+from gpt3d.model.documents import Context
 from gpt3d.model.mlp import MLP
 from gpt3d.model.norm import Norm
 from gpt3d.parallel.layers import Factory
@@ -26,10 +26,10 @@ class Block(nn.Module):
         self.mlp_norm = Norm(make, f"{name}.mlp_norm", model)
         self.mlp = MLP(make, f"{name}.mlp", model)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, seed: int, documents: Documents | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, seed: int, context: Context | None = None) -> Tensor:
         seeds = [derive(seed, self.index, site) for site in range(3)]
         p = self.dropout if self.training else 0.0
-        y = self.attention(self.attention_norm(x), rotary, seeds[0], documents)
+        y = self.attention(self.attention_norm(x), rotary, seeds[0], context)
         x = x + hidden_dropout(y, p, seeds[1], self.layout)
         return x + hidden_dropout(self.mlp(self.mlp_norm(x)), p, seeds[2], self.layout)
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from gpt3d.config.schema import ModelConfig
 from gpt3d.model.attention import Rotary
 from gpt3d.model.block import Block, hidden_dropout
-from gpt3d.model.documents import Documents
+from gpt3d.model.documents import Context
 from gpt3d.model.norm import Norm
 from gpt3d.model.rotary import rotary_table
 from gpt3d.parallel.collectives import scatter_sequence
@@ -100,7 +100,7 @@ class GPTStage(nn.Module):
 
     forward(x, seed, labels): x is tokens [b, s] on the first stage, else activations [s, b, h] ([s/t, b, h] under SP);
     the last stage returns the summed loss in nats (fp32 scalar), or logits [s, b, V/t] without labels; the others
-    return activations. `seed` names this microbatch for dropout. With `documents` they do not see each other.
+    return activations. `seed` names this microbatch for dropout. `context` tells who sees whom, if not a whole row.
     `on_built` sees each part as soon as it exists.
     """
 
@@ -119,19 +119,19 @@ class GPTStage(nn.Module):
         if model.position == "rope":
             self.rotary = rotary_table(model, seq_len, layout.device)
 
-    def forward(self, x: Tensor, seed: int, labels: Tensor | None = None, documents: Documents | None = None) -> Tensor:
+    def forward(self, x: Tensor, seed: int, labels: Tensor | None = None, context: Context | None = None) -> Tensor:
         rotary, position_ids = self.rotary, None
-        if documents is not None:
-            position_ids = documents.position_ids
+        if context is not None:
+            position_ids = context.position_ids
             if rotary is not None:
                 rotary = (rotary[0][position_ids.t(), 0], rotary[1][position_ids.t(), 0])
         if self.embedding is not None:
             x = self.embedding(x, seed, position_ids)
         for block in self.layers.values():
             if self.recompute == "full" and self.training:
-                x = checkpoint(block, x, rotary, seed, documents, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, rotary, seed, context, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, rotary, seed, documents)
+                x = block(x, rotary, seed, context)
         return x if self.head is None else self.head(x, labels)
 
 

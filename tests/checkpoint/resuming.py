@@ -46,6 +46,7 @@ class Run:
         self.learner = Learner(dataclasses.replace(config, seed=99) if scrambled else config, layout)
         self.learner.seed = config.seed  # of dropout
         self.files = Checkpointer(config, layout, optimizer_state(self.learner.engine), root)
+        self.learner.before_update = self.files.before_update
 
     def steps(self, first: int, stop: int) -> Losses:
         """Losses and gradient norms."""

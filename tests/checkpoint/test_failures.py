@@ -48,6 +48,7 @@ def disk_fills_up(root: str) -> None:
     assert len(said) == 1 and "NO CHECKPOINT WAS WRITTEN" in said[0] and "File too large" in said[0]
     run.files.together.gather(None)
     assert whole(Path(root)) == [1] and not list(Path(root).glob(".*"))
+    run.files.together.gather(None)  # the next save makes a hidden folder
     run.save(4)
     run.files.close()
     run.files.together.gather(None)
