@@ -21,7 +21,8 @@ MEASURED = """
 import resource, runpy, sys
 sys.argv[0] = "train"
 runpy.run_module("gpt3d.train", run_name="__main__")
-print("RSS", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+used = resource.getrusage(resource.RUSAGE_SELF)
+print("USED", used.ru_maxrss, used.ru_utime)
 """
 
 
@@ -32,8 +33,8 @@ def test_405b_in_little_time_and_memory(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "dry.json").read_text())
     assert data["stage"] == 1 and data["parameters"] == 3_187_933_184
-    assert data["seconds"] < 30  # 3 to 6 on an idle core
-    assert int(done.stdout.rsplit("RSS", 1)[1]) < 1e6  # KiB
+    kib, seconds = map(float, done.stdout.rsplit("USED", 1)[1].split())
+    assert kib < 1e6 and seconds < 30  # of processor time, whatever else runs here; 0.33 GB and 9 s when last measured
     assert "derived from zero.stage=1" in done.stdout and "mlp.gate_up" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["dry.json"]  # no run folder
 
