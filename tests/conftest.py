@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,21 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: ranks shar
 
 from gpt3d import launch
 from tests import world as world_module
+
+SLOW = Path(__file__).with_name("slow.txt")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that slow.txt lists; before `-m` looks at the marks. A line that is no test any more is an error."""
+    listed = {line for line in SLOW.read_text().splitlines() if line and not line.startswith("#")}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker("slow")
+    files = {item.nodeid.partition("::")[0] for item in items}
+    gone = listed - {item.nodeid for item in items} if config.args == config.getini("testpaths") else set()
+    if stale := sorted(line for line in gone if line.partition("::")[0] in files):
+        raise pytest.UsageError(f"{SLOW}: no such test: {stale[0]}")
 
 
 @pytest.fixture(scope="session")

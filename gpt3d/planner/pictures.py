@@ -15,7 +15,7 @@ from gpt3d.planner.time import pace_of, step_timeline
 
 COLORS = {
     "weights": "#4c78a8", "gradients": "#72b7b2", "optimizer": "#9ecae9", "activations": "#f58518", "logits": "#e45756",
-    "step": "#b279a2", "buffers": "#eeca3b", "margin": "#d8d8d8",
+    "work": "#9d755d", "step": "#b279a2", "buffers": "#eeca3b", "margin": "#d8d8d8",
 }  # fmt: skip
 DRAWN = 240  # actions of a rank that can still be told apart; of a longer step a shorter one is drawn
 

@@ -148,11 +148,12 @@ def preference(config: RunConfig) -> tuple[float, ...]:
 
 
 def largest(config: RunConfig, dp: int) -> int:
-    """Bytes of the rank that needs the largest GPU. The ends hold more parameters, earlier stages more activations, and
-    of those between the first with the most layers holds most: the others needn't be counted."""
+    """Bytes of the rank that needs the largest GPU. The ends hold more parameters; of the others earlier stages hold more
+    activations, later ones more postponed weight gradients (zb_h1): only the outermost are counted."""
     pp, pieces = config.parallel.pp, stage_layers(config)
     sizes = [sum(pieces[stage::pp]) for stage in range(pp)]
-    stages = {0, pp - 1, min(1, pp - 1), sizes.index(max(sizes))}
+    fullest = [stage for stage, size in enumerate(sizes) if size == max(sizes)]
+    stages = {0, min(1, pp - 1), fullest[0], fullest[-1], max(0, pp - 2), pp - 1}
     return max(stage_memory(config, dp, stage).total for stage in stages)
 
 

@@ -34,6 +34,7 @@ PROGRAM = f"""
 import os, sys, time, warnings, signal
 from gpt3d.tracking.panel import LiveConsole
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with it ignored
 console = LiveConsole(200, "my[run]")
 console.print("before")
 try:
