@@ -19,7 +19,7 @@ SLOW = Path(__file__).with_name("slow.txt")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that slow.txt lists; before `-m` looks at the marks. A line that is no test any more is an error."""
+    """Mark the tests that slow.txt lists, before `-m` looks at the marks. A line that is no test is an error."""
     listed = {line for line in SLOW.read_text().splitlines() if line and not line.startswith("#")}
     for item in items:
         if item.nodeid in listed:

@@ -148,8 +148,8 @@ def preference(config: RunConfig) -> tuple[float, ...]:
 
 
 def largest(config: RunConfig, dp: int) -> int:
-    """Bytes of the rank that needs the largest GPU. The ends hold more parameters; of the others earlier stages hold more
-    activations, later ones more postponed weight gradients (zb_h1): only the outermost are counted."""
+    """Bytes of the rank that needs the largest GPU. The ends hold more parameters; of the others earlier stages hold
+    more activations, later ones more postponed weight gradients (zb_h1): only the outermost are counted."""
     pp, pieces = config.parallel.pp, stage_layers(config)
     sizes = [sum(pieces[stage::pp]) for stage in range(pp)]
     fullest = [stage for stage, size in enumerate(sizes) if size == max(sizes)]
