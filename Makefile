@@ -1,5 +1,5 @@
 # make train: install and train the default run.   make test: install and run all tests.   make check: lint and types too.
-# ARGS="..." goes to the command: make train ARGS="parallel=tp2_pp2 trainer.steps=50"; make test ARGS="tests/config -x"; two tests at a time
+# ARGS="..." goes to the command: make train ARGS="parallel=tp2_pp2 trainer.steps=50"; make test ARGS="tests/config -x"
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ train: $(VENV)/.installed
 	$(BIN)/python -m gpt3d.train $(LAYOUT) $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)  # two tests at a time
 
 check: lint types test
 
