@@ -14,16 +14,15 @@ import pytest
 
 from benchmarks.memory import CASES, QUICK, compared, measure
 
-UNEXPLAINED = ("tp1-dp2-pp1-zero2-llama",)  # in fp32 DeepSpeed holds 7 % more on the second rank, not on the first
+UNEXPLAINED = "tp1-dp2-pp1-zero2-llama"
 
 
 def check(world: Callable[..., list[Any]], cases: tuple[str, ...]) -> None:
     for ranks in (1, 2):
         names = [name for name in cases if CASES[name].world == ranks]
         for row in compared(names, world(measure, names, n=ranks, timeout=200)) if names else []:
-            bound = 0.08 if row.name in UNEXPLAINED else 0.05
-            assert row.planned == pytest.approx(row.real, rel=bound), row
-            assert row.dry == pytest.approx(row.real, rel=bound if CASES[row.name].zero else 0.01), row
+            assert row.planned == pytest.approx(row.real, rel=0.05), row
+            assert row.dry == pytest.approx(row.real, rel=0.05 if CASES[row.name].zero else 0.01), row
 
 
 def test_planned_is_what_a_rank_allocates(world: Callable[..., list[Any]]) -> None:
@@ -33,4 +32,10 @@ def test_planned_is_what_a_rank_allocates(world: Callable[..., list[Any]]) -> No
 @pytest.mark.slow
 def test_in_all_layouts(world: Callable[..., list[Any]]) -> None:
     assert len(CASES) >= 20
-    check(world, tuple(CASES))
+    check(world, tuple(name for name in CASES if name != UNEXPLAINED))
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="in fp32 DeepSpeed holds 7 % more on the second rank, not on the first: why?")
+def test_the_layout_that_is_not_explained(world: Callable[..., list[Any]]) -> None:
+    check(world, (UNEXPLAINED,))
