@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gpt3d.learner import Learner, Rows
 from gpt3d.parallel.layout import Sizes, create_layout
 from gpt3d.verification.cases import LR, SEQ, VOCAB, Case
+from tests.settled import settled
 
 
 def new_learner(case: Case, num_layers: int = 4) -> Learner:
@@ -136,14 +137,17 @@ def memory(case: Case, counts: tuple[int, ...]) -> list[tuple[int, int, int]]:
 
 def live_tensors(case: Case, steps: tuple[int, ...]) -> list[tuple[int, int]]:
     """Number and bytes of the tensors alive after some numbers of steps, as the garbage collector sees them."""
+
+    def sizes() -> list[int]:
+        return [x.nbytes for x in gc.get_objects() if issubclass(type(x), Tensor)]
+
     learner = new_learner(case)
     found = []
     for step in range(1, max(steps) + 1):
         learner.step(rows(4, case.micro, step), LR)
         if step in steps:
             gc.collect()
-            sizes = [x.nbytes for x in gc.get_objects() if issubclass(type(x), Tensor)]
-            found.append((len(sizes), sum(sizes)))
+            found.append((settled(lambda: len(sizes())), settled(lambda: sum(sizes()))))
     return found
 
 

@@ -7,7 +7,6 @@ bf16: 2 for the parameter, 2 for its gradient (4 in fp32), 12 for master and Ada
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from gpt3d.model.gpt import Part
 from gpt3d.parallel.layout import Sizes, create_layout
 from gpt3d.verification.cases import LLAMA, Case
 from gpt3d.zero.engine import sharder
+from tests.settled import settled
 from tests.zero.bytes import live_bytes, live_storages
 from tests.zero.steps import new_learner, own_rows
 from tests.zero.test_loss import rows_with
@@ -53,14 +53,12 @@ def _measure(case: Case, bucket: int) -> tuple[float, float]:
     def measured(*args: Any, **kwargs: Any) -> None:
         nonlocal highest
         backward(*args, **kwargs)
-        now = live_bytes(known)
-        time.sleep(0.02)  # gloo's threads let go of a bucket a moment late
-        highest = max(highest, min(now, live_bytes(known)))
+        highest = max(highest, settled(lambda: live_bytes(known)))
 
     learner.engine.backward = measured  # type: ignore[method-assign]
     learner.step(rows, 1e-3)
     n = parameter_count(MODEL)
-    return highest / n, live_bytes(known) / n
+    return highest / n, settled(lambda: live_bytes(known)) / n
 
 
 # dtype, grad_dtype, stage -> highest during a step, and what stays between steps, at DP 2
@@ -109,13 +107,13 @@ def _build(case: Case) -> tuple[float, float]:
 
     def watched(part: Part) -> Part:
         nonlocal highest
-        highest = max(highest, live_bytes(known))
+        highest = max(highest, settled(lambda: live_bytes(known)))
         return keep(part)
 
     chunks = build_chunks(config, layout, watched)
     assert chunks
     n = parameter_count(MODEL)
-    return highest / n, live_bytes(known) / n
+    return highest / n, settled(lambda: live_bytes(known)) / n
 
 
 def test_stage_3_never_holds_the_whole_model(world: Callable[..., list[Any]]) -> None:
