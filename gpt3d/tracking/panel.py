@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
 import time
@@ -119,15 +120,20 @@ class LiveConsole(Console):
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as `width` blocks at most, each the mean of some neighbours; the lowest is the lowest block."""
+    """The values as `width` blocks at most, each the mean of some neighbours; the lowest is the lowest block.
+
+    What is no finite number is drawn as "!".
+    """
     if not values or width < 1:
         return ""
     count = min(width, len(values))
     edges = [i * len(values) // count for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
+    finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
+    low, span = min(finite), max(finite) - min(finite)
+    top = len(BLOCKS) - 1
+    # Divided first: the reciprocal of a tiny span would overflow.
+    return "".join(BLOCKS[round((x - low) / (span or 1.0) * top)] if math.isfinite(x) else "!" for x in means)
 
 
 def memory_table(m: Metrics, most: int) -> Table:

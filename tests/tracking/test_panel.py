@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import pty
 import re
@@ -128,6 +129,12 @@ def test_sparkline(values: list[float], width: int) -> None:
     assert len(drawn) == min(len(values), max(width, 0))
     if len(values) <= width and values and max(values) > min(values):
         assert drawn[values.index(min(values))] == "▁" and drawn[values.index(max(values))] == "█"
+
+
+def test_sparkline_of_extreme_values() -> None:
+    assert sparkline([0.0, 2.2e-313], 2) == "▁█"
+    assert sparkline([3.0, math.nan, 2.0, math.inf], 4) == "█!▁!"
+    assert sparkline([math.nan] * 4, 2) == "!!"
 
 
 def test_of_a_long_pipeline_the_fullest_stages_are_shown() -> None:
