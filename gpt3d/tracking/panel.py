@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import IO, cast
 
 from rich.console import Console as Terminal
 from rich.console import RenderableType
@@ -48,7 +49,7 @@ class LiveConsole(Console):
         self.losses: list[float] = []
         self.validation: float | None = None
         self.moment = self.begun  # of the last line, from which the time left is counted down
-        self.terminal = Terminal(file=sys.stdout, highlight=False, soft_wrap=False)
+        self.terminal = Terminal(file=cast("IO[str]", self.out), highlight=False, soft_wrap=False)
         self.live: Live | None = None
 
     def advance(self, steps: int = 1) -> None:

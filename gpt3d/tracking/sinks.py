@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from gpt3d.tracking.metrics import Metrics
+from gpt3d.tracking.terminal import LastingOutput
 
 
 class Console:
     """One line a logged step."""
 
     def __init__(self, total_steps: int) -> None:
-        self.total = total_steps
+        self.total, self.out = total_steps, LastingOutput()
 
     def advance(self, steps: int = 1) -> None:
         """So many more steps are done."""
@@ -29,7 +30,7 @@ class Console:
 
     def print(self, text: str) -> None:
         """A line of text."""
-        print(text, flush=True)
+        print(text, file=self.out, flush=True)
 
     def close(self) -> None:
         """Nothing more comes."""

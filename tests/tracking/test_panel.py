@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -50,6 +51,18 @@ try:
 finally:
     console.close()
 print("after")
+"""
+ONLY_THE_CONSOLE = f"""
+import time
+from gpt3d.tracking.panel import LiveConsole
+console = LiveConsole(100, "my[run]")
+console.print("before")
+for step in range(60):
+    console.advance()
+    console.log({LINE!r})
+    time.sleep(0.01)
+    console.print(f"line {{step}}")
+console.close()
 """
 
 
@@ -100,6 +113,21 @@ def test_an_interrupt_leaves_a_usable_terminal(end: int) -> None:
 def test_a_terminal_that_becomes_too_small_gets_one_line() -> None:
     text = run_in_terminal(100, 30, 100, resize=True)
     assert "100/200" in text and "after" in text
+
+
+@pytest.mark.parametrize("opened, seen", [(os.pipe, b"before"), (pty.openpty, b"elapsed")])
+def test_a_terminal_that_goes_away_ends_nothing(opened: Callable[[], tuple[int, int]], seen: bytes) -> None:
+    mine, theirs = opened()
+    env = {**os.environ, "TERM": "xterm-256color"}
+    process = subprocess.Popen([sys.executable, "-c", ONLY_THE_CONSOLE], stdout=theirs, stderr=subprocess.PIPE, env=env)
+    os.close(theirs)
+    got = b""
+    while seen not in got:
+        got += os.read(mine, 65536)
+    os.close(mine)
+    said = process.communicate(timeout=30)[1].decode()
+    assert process.returncode == 0, said
+    assert said.count("the terminal can't be written to") == 1 and "Error" not in said.replace("[Errno", ""), said
 
 
 @given(st.integers(1, 150), st.integers(1, 40))
