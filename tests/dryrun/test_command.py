@@ -15,7 +15,7 @@ from gpt3d.dryrun.command import fullest_rank
 
 LARGE = [
     "model=405b", "parallel=tp8_pp16", "precision=bf16", "data.seq_len=8192", "trainer.micro_batch_size=1",
-    "trainer.global_batch_size=256", "parallel.layers_per_stage=[7,8,8,8,8,8,8,8,8,8,8,8,8,8,8,7]", "dry_run=true",
+    "trainer.global_batch_size=256", "dry_run=true",
 ]  # fmt: skip
 MEASURED = """
 import resource, runpy, sys
