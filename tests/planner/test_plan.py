@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -110,3 +111,10 @@ def test_json_has_everything(make: Make, tmp_path: Path) -> None:
     assert data["model_flops_per_s"] == pytest.approx(data["mfu"] * 64 * data["peak_flops_per_s_per_gpu"])
     assert data["hfu"] == data["mfu"] > data["mfu_causal"] > 0.2
     assert data["budget"]["gpu_hours"] == pytest.approx(1e12 / data["tokens_per_s_per_gpu"] / 3600)
+
+
+def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m gpt3d.plan model=8b plan_json={tmp_path / 'plan.json'} | head -n 1"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("llama3-8b") and done.stderr == "" and (tmp_path / "plan.json").is_file()
