@@ -83,7 +83,7 @@ class Tracker:
         """One dictionary to every sink."""
         if self.is_main:
             self.console.log(metrics)
-            self.jsonl.log(metrics)
+            self.jsonl.append(metrics)
             for sink in self.background:
                 sink.log(metrics)
 
