@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: ranks share few cores
 
 from gpt3d import launch
 from tests import world as world_module
+
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")  # how long an example takes says nothing about the code
 
 SLOW = Path(__file__).with_name("slow.txt")
 

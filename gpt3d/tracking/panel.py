@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
@@ -28,9 +29,18 @@ MOST_LOSSES = 4096
 
 
 def new_console(config: RunConfig) -> Console:
-    """A live panel when the output is a terminal and `tracking.progress_bar` is on; else plain lines."""
-    live = config.tracking.progress_bar and sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+    """A live panel when the output is a terminal that can draw it and `tracking.progress_bar` is on; else lines."""
+    terminal = sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+    live = config.tracking.progress_bar and terminal and _can_write(BLOCKS)
     return LiveConsole(config.trainer.steps, config.run_name) if live else Console(config.trainer.steps)
+
+
+def _can_write(letters: str) -> bool:
+    try:
+        letters.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class LiveConsole(Console):
@@ -54,8 +64,9 @@ class LiveConsole(Console):
         self.done += steps
         if self.live is None:  # not before training: what is said at the start is not disturbed
             self.live = Live(console=self.terminal, get_renderable=self.render, refresh_per_second=REFRESHES)
-            self.live.start()
-            self.terminal.show_cursor(True)
+            with contextlib.suppress(OSError):
+                self.live.start()
+                self.terminal.show_cursor(True)
 
     def log(self, metrics: Metrics) -> None:
         loss, validation = metrics.get("loss"), metrics.get("validation_loss")
@@ -67,14 +78,15 @@ class LiveConsole(Console):
             self.print(validation_line(metrics, self.total))
 
     def print(self, text: str) -> None:
-        if self.live is not None:
+        if self.live is None:
+            return super().print(text)
+        with contextlib.suppress(OSError):
             self.terminal.print(text, markup=False, emoji=False, soft_wrap=True)
-        else:
-            super().print(text)
 
     def close(self) -> None:
         if self.live is not None:
-            self.live.stop()
+            with contextlib.suppress(OSError):
+                self.live.stop()
             self.live = None
 
     def render(self) -> RenderableType:

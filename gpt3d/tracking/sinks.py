@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
-from io import FileIO
+from io import FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from gpt3d.tracking.metrics import Metrics
 
 
 class Console:
-    """One line a logged step."""
+    """One line a logged step. A terminal that has gone, or cannot show a letter, never stops the run."""
 
     def __init__(self, total_steps: int) -> None:
         self.total = total_steps
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a sample has letters that not every terminal's encoding knows
 
     def advance(self, steps: int = 1) -> None:
         """So many more steps are done."""
@@ -31,7 +34,8 @@ class Console:
 
     def print(self, text: str) -> None:
         """A line of text."""
-        print(text, flush=True)
+        with contextlib.suppress(OSError):
+            print(text, flush=True)
 
     def close(self) -> None:
         """Nothing more comes."""
@@ -50,8 +54,8 @@ class JsonLines:
         self.lines, last = 0, b"\n"
         if path.is_file():
             with contextlib.suppress(OSError), path.open("rb") as earlier:
-                for last in earlier:
-                    self.lines += 1
+                for line in earlier:
+                    self.lines, last = self.lines + 1, line
         self.waiting = b"" if last.endswith(b"\n") else b"\n"  # an earlier start was killed within a line
         self._write()
 

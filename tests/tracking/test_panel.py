@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import io
 import os
 import pty
 import re
@@ -110,6 +112,35 @@ def test_any_size_is_drawn_within_it(columns: int, rows: int) -> None:
         drawn = console.terminal.render_lines(console.render(), pad=False)
         lines = ["".join(segment.text for segment in line) for line in drawn]
         assert all(len(line) <= columns for line in lines) and len(lines) <= rows
+
+
+@pytest.mark.parametrize("kind", [Console, LiveConsole])
+def test_a_terminal_that_has_gone_never_stops_the_run(
+    kind: type[Console], monkeypatch: pytest.MonkeyPatch, make: Make
+) -> None:
+    """As when an SSH session ends under a run that goes on."""
+    mine, theirs = pty.openpty()
+    with contextlib.suppress(OSError), open(theirs, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        console = LiveConsole(10, "run") if kind is LiveConsole else Console(10)
+        console.advance()
+        os.close(mine)
+        with pytest.raises(OSError):
+            print("nobody reads this", flush=True)
+        console.log(LINE | {"loss": 2.0, "logging": 0.0})
+        console.print("text")
+        console.close()
+        console.print("more")
+
+
+def test_letters_that_the_terminal_does_not_have(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    console = new_console(make())
+    console.print("caf\u00e9")
+    assert type(console) is Console and written.getvalue() == b"caf?\n"
 
 
 def test_plain_lines_without_a_terminal_and_when_asked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
