@@ -110,7 +110,7 @@ def _merged(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 def _rename_folder(before: str, now: str) -> None:
     """Hydra has named a job's folder before the planner chose the layout that is part of the run's name."""
-    runtime = HydraConfig.get().runtime
+    runtime: Any = HydraConfig.get().runtime
     old = Path(runtime.output_dir)
     new = old.with_name(old.name.replace(before, now))
     if old.is_dir() and not new.exists():

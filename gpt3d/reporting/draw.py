@@ -9,6 +9,7 @@ from pathlib import Path
 from gpt3d.reporting.curves import Chart, Curve
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999")  # Okabe and Ito
+GENERATOR = "gpt3d report"  # stands in page and picture, by which they are known again
 WIDTH, HEIGHT = 480, 290
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 10, 42
 
@@ -39,6 +40,10 @@ def svg(chart: Chart) -> str:
         color = f"var(--run-{curve.run % len(COLORS)})"
         parts.append(f'<polyline class="curve" style="stroke:{color}"{dash} points="{path}">'
                      f"<title>{escape(curve.name)}</title></polyline>")  # fmt: skip
+        if len(curve.points) == 1:  # a line of one point is not seen
+            u, v = at(*curve.points[0])
+            parts.append(f'<circle style="fill:{color}" cx="{u:.1f}" cy="{v:.1f}" r="4">'
+                         f"<title>{escape(curve.name)}</title></circle>")  # fmt: skip
     return "".join([*parts, "</svg>"])
 
 
@@ -60,13 +65,14 @@ def png(charts: list[Chart], title: str, path: Path) -> None:
             axes.set_ylim(bottom=0)
         if len(chart.curves) > 1:
             axes.legend(fontsize=8)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100, metadata={"Software": GENERATOR})
 
 
 def _plot(axes, curve: Curve) -> None:  # type: ignore[no-untyped-def]
     xs, ys = [x for x, _ in curve.points], [y for _, y in curve.points]
     label = curve.name.replace("$", r"\$").lstrip("_")
-    axes.plot(xs, ys, "--" if curve.dashed else "-", color=COLORS[curve.run % len(COLORS)], label=label, lw=1.4)
+    line = "o" if len(xs) == 1 else "--" if curve.dashed else "-"
+    axes.plot(xs, ys, line, color=COLORS[curve.run % len(COLORS)], label=label, lw=1.4)
 
 
 def _range(chart: Chart) -> tuple[float, float]:
