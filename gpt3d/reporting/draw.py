@@ -56,15 +56,20 @@ def png(charts: list[Chart], title: str, path: Path) -> None:
     figure = Figure(figsize=(6.4 * columns, 3.8 * rows))
     figure.suptitle(title.replace("$", r"\$"))
     figure.subplots_adjust(0.09, 0.5 / (3.8 * rows), 0.98, 1 - 0.8 / (3.8 * rows), 0.22, 0.4)  # "constrained" is slow
-    for chart, axes in zip(charts, figure.subplots(rows, columns, squeeze=False).flat, strict=False):
-        for curve in chart.curves:
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for chart, axes in zip(charts, places, strict=False):
+        for curve in (curve for curve in chart.curves if curve.points):
             _plot(axes, curve)
         axes.set(title=chart.title, xlabel=chart.x, ylabel=chart.y)
         axes.grid(alpha=0.3)
+        axes.xaxis.set_major_formatter(lambda value, _: number(value))
+        axes.yaxis.set_major_formatter(lambda value, _: number(value))
         if chart.from_zero:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * max(y for curve in chart.curves for _, y in curve.points) or 1)
         if len(chart.curves) > 1:
             axes.legend(fontsize=8)
+    for axes in places[len(charts) :]:
+        axes.remove()
     figure.savefig(path, dpi=100, metadata={"Software": GENERATOR})
 
 
