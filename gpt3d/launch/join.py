@@ -140,7 +140,7 @@ def _open_store(world: World, limit: float) -> Any:
 
 
 def _find_host(world: World, limit: float) -> None:
-    """Wait until this node knows the address of rank 0's; LaunchError if it never does (torch would try for minutes)."""
+    """Wait until this node knows the address of rank 0's; LaunchError if it doesn't soon (torch would try for minutes)."""
     end = time.monotonic() + limit
     while True:
         try:
@@ -149,7 +149,7 @@ def _find_host(world: World, limit: float) -> None:
         except OSError as error:
             if time.monotonic() > end:
                 raise LaunchError(
-                    f"rank {world.rank} on {socket.gethostname()} finds no host named {world.host}, where rank 0 should "
+                    f"rank {world.rank} on {socket.gethostname()} finds no host named {world.host}, where rank 0 is to "
                     f"be ({error.strerror}): set MASTER_ADDR to a name or address of rank 0's node on all ranks"
                     + ("; NodeAddr in `scontrol show node` is one" if world.launcher == "Slurm" else "")
                 ) from None

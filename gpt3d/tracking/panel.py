@@ -25,14 +25,24 @@ from gpt3d.tracking.sinks import Console, clock, short, validation_line
 BLOCKS = "▁▂▃▄▅▆▇█"
 REFRESHES = 4.0  # a second; drawn by a thread, from numbers that are there already
 SMALLEST = (44, 14)  # columns and rows below which one line has to do
+WIDE = 60  # columns from which the memory of a stage has room for all its words
 MOST_STAGES = 8  # of a long pipeline the fullest are shown
 MOST_LOSSES = 4096
 
 
 def new_console(config: RunConfig) -> Console:
-    """A live panel when the output is a terminal and `tracking.progress_bar` is on; else plain lines."""
-    live = config.tracking.progress_bar and sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+    """A live panel when the output is a terminal that can draw it and `tracking.progress_bar` is on; else lines."""
+    terminal = sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+    live = config.tracking.progress_bar and terminal and _can_write(BLOCKS)
     return LiveConsole(config.trainer.steps, config.run_name) if live else Console(config.trainer.steps)
+
+
+def _can_write(letters: str) -> bool:
+    try:
+        letters.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class LiveConsole(Console):
@@ -116,8 +126,8 @@ class LiveConsole(Console):
             f"data wait {100 * (m['data_wait'] or 0):.1f}%",
             f"bubble {100 * bubble:.1f}%" if (bubble := m.get("pipeline_bubble")) is not None else "",
         ]
-        yield Text("   ".join(filter(None, words)))
-        yield memory_table(m, min(most_stages, MOST_STAGES))
+        yield Text("\n".join(flow(list(filter(None, words)), width)))
+        yield memory_table(m, min(most_stages, MOST_STAGES), width)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -137,15 +147,27 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BLOCKS[round((x - low) / (span or 1.0) * top)] if math.isfinite(x) else "!" for x in means)
 
 
-def memory_table(m: Metrics, most: int) -> Table:
+def flow(items: Sequence[str], width: int) -> list[str]:
+    """The items in lines of at most `width` columns, none of them broken if it fits one."""
+    lines: list[str] = []
+    for item in items:
+        if lines and len(lines[-1]) + 3 + len(item) <= width:
+            lines[-1] += f"   {item}"
+        else:
+            lines.append(item)
+    return lines
+
+
+def memory_table(m: Metrics, most: int, width: int) -> Table:
     """Memory of each stage, now and at its highest; of a long pipeline the `most` fullest stages."""
     table = Table.grid(padding=(0, 2))
+    wide = width >= WIDE
     stages = sum(name.startswith("memory_gb_stage_") for name in m)
     suffixes = [f"_stage_{i}" for i in range(stages)] or [""]
     fullest = sorted(suffixes, key=lambda suffix: -(m[f"memory_gb{suffix}"] or 0))[:most]
     for suffix in sorted(fullest, key=suffixes.index):
         peak, now = m[f"memory_gb{suffix}"] or 0.0, m[f"memory_now_gb{suffix}"] or 0.0
-        bar = ProgressBar(total=max(float(m["memory_gb"] or 0), 1e-9), completed=now, width=12)
-        name = suffix.replace("_", " ").strip() or "all ranks"
-        table.add_row(Text(f"memory {name}", no_wrap=True), bar, Text(f"{now:.2f} GB, peak {peak:.2f}", no_wrap=True))
+        bar = ProgressBar(total=max(float(m["memory_gb"] or 0), 1e-9), completed=now, width=12 if wide else 5)
+        name = "memory " * wide + (suffix.replace("_", " ").strip() or "all ranks")
+        table.add_row(Text(name, no_wrap=True), bar, Text(f"{now:.2f} GB, peak {peak:.2f}", no_wrap=True))
     return table

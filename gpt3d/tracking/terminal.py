@@ -1,4 +1,4 @@
-"""Standard output that may go away: training doesn't end because its terminal or the pipe behind it did."""
+"""Standard output that may go away or lack a letter: training doesn't end with its terminal or the pipe behind it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import Any
 
 
@@ -14,6 +15,8 @@ class LastingOutput:
 
     def __init__(self) -> None:
         self.stream = sys.stdout  # kept: a live panel puts itself in its place
+        if isinstance(self.stream, TextIOWrapper):
+            self.stream.reconfigure(errors="replace")  # a sample has letters that not every terminal's encoding knows
 
     def write(self, text: str) -> int:
         self._attempt(lambda: self.stream.write(text))

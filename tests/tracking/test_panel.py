@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import math
 import os
 import pty
@@ -141,6 +142,27 @@ def test_any_size_is_drawn_within_it(columns: int, rows: int) -> None:
         assert all(len(line) <= columns for line in lines) and len(lines) <= rows
 
 
+def test_letters_that_the_terminal_does_not_have(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    console = new_console(make())
+    console.print("caf\u00e9")
+    assert type(console) is Console and written.getvalue() == b"caf?\n"
+
+
+@pytest.mark.parametrize("columns", [44, 60, 100])
+def test_a_narrow_panel_cuts_no_number(columns: int) -> None:
+    console = LiveConsole(100, "run")
+    console.terminal = Terminal(width=columns, height=30, force_terminal=True, color_system=None)
+    console.seen, console.losses = LINE | {"memory_gb_stage_1": 123.0, "memory_now_gb_stage_1": 121.5}, [3.0]
+    drawn = console.terminal.render_lines(console.render(), pad=False)
+    text = "\n".join("".join(segment.text for segment in line) for line in drawn)
+    words = ("grad norm 1.000", "1,000 tokens/s (500 a device)", "data wait 10.0%", "stage 1", "121.50 GB, peak 123.00")
+    assert [word for word in words if word not in text] == [], text
+
+
 def test_plain_lines_without_a_terminal_and_when_asked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(new_console(make())) is Console
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -169,4 +191,4 @@ def test_of_a_long_pipeline_the_fullest_stages_are_shown() -> None:
     stages = {f"memory_gb_stage_{i}": float(i) for i in range(64)} | {
         f"memory_now_gb_stage_{i}": 0.0 for i in range(64)
     }
-    assert memory_table({**LINE, **stages}, 8).row_count == 8
+    assert memory_table({**LINE, **stages}, 8, 100).row_count == 8
