@@ -140,7 +140,7 @@ def _open_store(world: World, limit: float) -> Any:
 
 
 def _find_host(world: World, limit: float) -> None:
-    """Wait until this node knows the address of rank 0's; LaunchError if it doesn't soon (torch would try for minutes)."""
+    """Wait until this node knows the address of rank 0's; LaunchError if not soon (torch tries for minutes)."""
     end = time.monotonic() + limit
     while True:
         try:
