@@ -37,7 +37,7 @@ def checkpoint(root: Path, family: str, **layout: Any) -> Path:
     config = case.config()
     config.tokenizer, config.lr = TokenizerConfig(kind="bytes"), LrConfig(schedule="constant")
     simulated.save(case, root / ".tmp-1")
-    state = {"config": plain(config), "progress": {"step": 1}}
+    state = {"format": folder.FORMAT, "config": plain(config), "progress": {"step": 1}}
     folder.commit(root / ".tmp-1", root / folder.step_name(1), {folder.STATE: json.dumps(state)})
     return root / folder.step_name(1)
 
