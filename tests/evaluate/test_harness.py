@@ -137,6 +137,7 @@ def test_an_unknown_task_is_told(source: Path, tmp_path: Path, capsys: pytest.Ca
         (["--tasks", "x", "data.seq_len=8"], "--tasks brings its own text"),
         (["--limit", "3"], "are for --tasks"),
         (["--batches", "-1"], "--batches=-1: use at least 0"),
+        (["--json", "no/such/file"], "--json=no/such/file: there is no folder no/such"),
     ],
 )
 def test_nothing_asked_for_is_passed_over(
