@@ -140,8 +140,8 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int) -> No
             "clean_up_tokenization_spaces": False,
         },
     )
-    ids = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
-    _write_json(folder / "generation_config.json", {**ids, "max_new_tokens": 128})
+    # no length: `max_new_tokens` here would win over the `max_length` that a caller gives
+    _write_json(folder / "generation_config.json", {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod})
 
 
 def _tokenizer_json(tokenizer: Tokenizer, eod: str) -> str:

@@ -53,7 +53,7 @@ def saved_by(case: Case, model: ModelConfig, name: str, root: Path) -> tuple[Run
     config.tokenizer, config.lr = TokenizerConfig(kind="bytes"), LrConfig(schedule="constant")
     config.cluster.name = "test"
     simulated.save(case, root / ".tmp-1")
-    state = {"config": plain(config), "progress": {"step": 1}}
+    state = {"format": folder.FORMAT, "config": plain(config), "progress": {"step": 1}}
     folder.commit(root / ".tmp-1", root / folder.step_name(1), {folder.STATE: json.dumps(state)})
     return config, root / folder.step_name(1)
 
