@@ -75,9 +75,11 @@ def select(local_rank: int, wanted: str = "auto") -> Device:
         return Device(torch.device("cpu"), "gloo")
     present = torch.cuda.device_count()
     if local_rank >= present:
+        bound = present == 1 and "SLURM_LOCALID" in os.environ
         raise DeviceError(
-            f"local rank {local_rank} has no GPU: this machine shows {present} "
+            f"local rank {local_rank} has no GPU: it sees {present} "
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); start at most {present} ranks"
+            + (", or let every task see all GPUs of its node (srun --gpus-per-node=N --gpu-bind=none)" if bound else "")
         )
     torch.cuda.set_device(local_rank)
     return Device(torch.device("cuda", local_rank), "nccl")

@@ -61,9 +61,12 @@ def test_a_rank_that_dies_is_the_cause_and_leaves_no_process(world, tmp_path, ac
 
 
 def test_a_hang_shows_where(world):
-    with pytest.raises(RankFailed, match="no end after 1 s; still running: ranks 0, 1") as failure:
-        world(bodies.act_on, 1, "hang", timeout=1)
-    assert "in act_on" in str(failure.value)
+    for limit in (1, 4, 16):  # a busy machine may not have brought the ranks there within the first
+        with pytest.raises(RankFailed, match=f"no end after {limit} s; still running: ranks 0, 1") as failure:
+            world(bodies.hang, init=False, timeout=limit)
+        if str(failure.value).count("in hang") == 2:
+            return
+    pytest.fail(str(failure.value))
 
 
 def test_start_gives_rank_0s_result_and_keeps_the_other_logs(tmp_path, capfd, world):
