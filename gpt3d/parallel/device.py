@@ -74,12 +74,13 @@ def select(local_rank: int, wanted: str = "auto") -> Device:
     if kind(wanted) == "cpu":
         return Device(torch.device("cpu"), "gloo")
     present = torch.cuda.device_count()
+    if present == 1 and "SLURM_LOCALID" in os.environ:  # srun --gpus-per-task=1: each task sees its own GPU alone
+        local_rank = 0
+        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed takes its device from this
     if local_rank >= present:
-        bound = present == 1 and "SLURM_LOCALID" in os.environ
         raise DeviceError(
-            f"local rank {local_rank} has no GPU: it sees {present} "
+            f"local rank {local_rank} has no GPU: this machine shows {present} "
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); start at most {present} ranks"
-            + (", or let every task see all GPUs of its node (srun --gpus-per-node=N --gpu-bind=none)" if bound else "")
         )
     torch.cuda.set_device(local_rank)
     return Device(torch.device("cuda", local_rank), "nccl")

@@ -7,6 +7,7 @@ import signal
 import sys
 
 import pytest
+import torch
 
 from gpt3d import launch
 from gpt3d.launch import RankFailed, run_ranks
@@ -24,6 +25,13 @@ def test_ranks_see_the_environment_of_now(world, monkeypatch):
     world(bodies.environment, n=1, init=False)  # the fork server runs
     monkeypatch.setenv("SET_LATER", "yes")
     assert world(bodies.environment, n=1, init=False)[0]["SET_LATER"] == "yes"
+
+
+@pytest.mark.parametrize("threads", ["2,1", "many"])
+def test_a_thread_count_that_is_no_number(world, monkeypatch, threads):
+    """OpenMP takes a list for nested regions, and passes over what it cannot read."""
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert world(torch.get_num_threads, n=1, init=False)[0] == (2 if threads == "2,1" else torch.get_num_threads())
 
 
 def test_the_failing_rank_is_shown_once(world):
