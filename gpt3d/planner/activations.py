@@ -52,9 +52,7 @@ def layer_activations(
         scores = model.num_heads // tp * seq_len
         matrix = scores * (2 * element + 1 if model.attention_dropout else element)
     if recompute == "none":
-        # Flash attention's log-sum-exp; and each layer rounds the rotary tables anew and keeps them, for q and for k.
-        matrix += 4 * model.num_heads // tp if flash else 0
-        attention += 4 * model.head_dim * element // micro_batch if model.position == "rope" and element < 4 else 0
+        matrix += 4 * model.num_heads // tp if flash else 0  # its log-sum-exp
     return tokens * (whole // outside + attention + mlp + matrix)
 
 
