@@ -215,7 +215,7 @@ def test_a_host_that_is_not_known_here_is_named_at_once(world, tmp_path, output,
 
 def test_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, "-m", "tests.launch.bodies"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "-m", "tests.launch.bodies"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "2 ranks on 1 host (torchrun)" in done.stdout
     assert all(f"rank {rank} trains with lr 0.5" in done.stdout for rank in range(2))
