@@ -38,6 +38,8 @@ class SavedTensors:
             data = self._file(file).read(offset, 4 * math.prod(sizes))
             box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
             whole[box] = np.frombuffer(data, np.float32).reshape(sizes)
+        for open_file in self.open.values():
+            open_file.release()
         return whole
 
     def damages(self) -> Iterator[str]:

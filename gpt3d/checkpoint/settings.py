@@ -115,9 +115,13 @@ def check_initial(config: RunConfig) -> None:
     path = Path(config.init_from)
     try:
         theirs = _model_at(path, config)
-    except (huggingface.NoEquivalent, CorruptCheckpoint, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except KeyError as error:
+        raise ConfigError([Problem("init_from", config.init_from, f"its config.json has no {error}")]) from None
+    except json.JSONDecodeError as error:
+        raise ConfigError([Problem("init_from", config.init_from, f"its config.json is no JSON: {error}")]) from None
+    except (huggingface.NoEquivalent, CorruptCheckpoint) as error:
         raise ConfigError([Problem("init_from", config.init_from, str(error))]) from None
     problems = [
         Problem(f"model.{name}", ours, f"{path} has {show(value)}", f"model.{name}={show(value)}")
@@ -126,6 +130,13 @@ def check_initial(config: RunConfig) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+    if (path / "config.json").is_file():
+        from gpt3d.checkpoint.initial import check_folder  # it imports torch
+
+        try:
+            check_folder(path, config.model)
+        except CorruptCheckpoint as error:
+            raise ConfigError([Problem("init_from", config.init_from, str(error))]) from None
 
 
 def _model_at(path: Path, config: RunConfig) -> dict[str, Any]:
