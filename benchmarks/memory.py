@@ -92,7 +92,8 @@ def compared(names: Sequence[str], results: Sequence[Sequence[Measured]]) -> lis
     for i, name in enumerate(names):
         case, config = CASES[name], small(CASES[name])
         for rank, measured in enumerate(results):
-            planned = stage_memory(config, case.dp, rank // (case.tp * case.dp), on_cpu=True)
+            stage, copy = rank // (case.tp * case.dp), rank // case.tp % case.dp
+            planned = stage_memory(config, case.dp, stage, on_cpu=True, copy=copy)
             rows.append(Row(name, rank, measured[i].peak, dry_run(config, case.dp, rank).peak, planned.device))
     return rows
 

@@ -15,8 +15,9 @@ from gpt3d.config.schema import RunConfig
 from gpt3d.model.flops import hardware_flops_per_token, model_flops_per_token
 from gpt3d.pipeline.schedule import all_ranks
 from gpt3d.pipeline.simulate import Timeline, simulate
+from gpt3d.planner.dtypes import BYTES
 from gpt3d.planner.machine import EXPOSED, HIDDEN, HOP, HOST_ADAM, LATENCY, MEMORY, PASSES, PCIE, Machine
-from gpt3d.planner.memory import BYTES, piece_parameters
+from gpt3d.planner.memory import piece_parameters
 from gpt3d.planner.traffic import zero_bytes
 
 SIMULATED = 20_000  # actions up to which the schedule itself is simulated; beyond that its closed form is used
