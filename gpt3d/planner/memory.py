@@ -16,7 +16,7 @@ from gpt3d.pipeline.check import check
 from gpt3d.pipeline.schedule import all_ranks
 from gpt3d.planner.activations import Rank, fullest_moment, largest_weight, layer_activations
 from gpt3d.planner.dtypes import BYTES
-from gpt3d.planner.partition import gradient_bytes, has_bf16_optimizer, has_own_type
+from gpt3d.planner.partition import gradient_bytes, has_bf16_optimizer, has_own_type, host_bytes, largest
 
 __all__ = ["layer_activations"]  # for those who import all of memory from here
 
@@ -157,24 +157,22 @@ def stage_memory(
     def held(size: int, cut: bool) -> int:
         return -(-parameters * size // dp) if cut else parameters * size
 
-    weights, host_gradients, optimizer = map(held, (kinds.weights, kinds.gradients, kinds.optimizer), kinds.shared)
-    gradients = gradient_bytes(config, dp, parameters)
-    update, host = _update(config, dp, stage, on_cpu), 0
+    weights, _, optimizer = map(held, (kinds.weights, kinds.gradients, kinds.optimizer), kinds.shared)
+    gradients, update = gradient_bytes(config, dp, parameters), _update(config, dp, stage, on_cpu)
     if zero.offload_optimizer == "cpu":
-        host, optimizer, update = optimizer, 0, 0
-        # From stage 2 on the reduced gradients go to the host as well, where the update happens.
-        if zero.stage >= 2:
-            host += host_gradients
+        optimizer = update = 0
     if zero.offload_param == "cpu":
-        host, weights = host + weights, 0
+        weights = 0
     activations, logits, work, missing = fullest_moment(Rank(config, dp, stage, copy, on_cpu, flash))
     work, buffers = work + gathered_parameters(config, dp, stage), zero_buckets(config)
+    if zero.offload_optimizer == "cpu" and zero.stage < 3:
+        work += largest(config, stage) * BYTES[precision.dtype]  # through which gradients go to the host
     axes = (config.parallel.tp, config.parallel.pp, dp)
     fixed = CONTEXT_GB + NCCL_GB * sum(axis > 1 for axis in axes)
     margin = int(fixed * GB + FRAGMENTATION * (activations + logits + work + buffers))
     return RankMemory(
         parameters, weights, gradients - missing, optimizer, activations, logits, work, buffers, zero.stage == 3,
-        margin, update, missing, host,
+        margin, update, missing, host_bytes(config, dp, stage, parameters, copy),
     )  # fmt: skip
 
 

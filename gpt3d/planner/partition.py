@@ -29,7 +29,9 @@ def has_own_type(config: RunConfig) -> bool:
 
 def has_bf16_optimizer(config: RunConfig) -> bool:
     """Whether ZeRO-1 is DeepSpeed's BF16_Optimizer: whole fp32 gradients in one flat buffer, reduced in place."""
-    return config.zero.stage == 1 and config.precision.dtype == "bf16" and config.precision.grad_dtype == "fp32"
+    zero, precision = config.zero, config.precision
+    mixed = precision.dtype == "bf16" and precision.grad_dtype == "fp32"
+    return zero.stage == 1 and mixed and zero.offload_optimizer == "none"
 
 
 def matrices(config: RunConfig, stage: int) -> list[int]:
@@ -63,12 +65,39 @@ def part_of(config: RunConfig, dp: int, stage: int, parameters: int, copy: int) 
 def gradient_bytes(config: RunConfig, dp: int, parameters: int) -> int:
     """Bytes of gradients on a rank's device when all are there; `passing` has what whole parameters are beyond it.
 
-    With the optimizer offloaded, reduced gradients go to the host from stage 2 on.
+    With the optimizer offloaded, gradients are summed on the host from stage 2 on, but for stage 2's fp32 sums.
     """
     zero, grad = config.zero, BYTES[config.precision.grad_dtype]
     if zero.stage < 2:
         return parameters * grad
-    return 0 if zero.offload_optimizer == "cpu" else -(-parameters * grad // dp)
+    on_host = zero.offload_optimizer == "cpu" and (zero.stage == 3 or has_own_type(config))
+    return 0 if on_host else -(-parameters * grad // dp)
+
+
+def host_bytes(config: RunConfig, dp: int, stage: int, parameters: int, copy: int) -> int:
+    """Bytes that data-parallel rank `copy` keeps in its machine's memory.
+
+    With the optimizer: fp32 master, two moments and an fp32 gradient. Besides, stages 1 and 2 have the updated weights
+    in the parameters' type and room for the largest gradient, stage 2 the sum of several microbatches where it is of
+    that type, in whole parameters; stage 3 has the sum.
+    """
+    zero, element, grad = config.zero, BYTES[config.precision.dtype], BYTES[config.precision.grad_dtype]
+    share, size = -(-parameters // dp), 0
+    if zero.offload_param == "cpu":
+        size += share * element
+    if zero.offload_optimizer == "none":
+        return size
+    if zero.stage == 3:
+        return size + share * (16 + grad)
+    size += share * (16 + element) + largest(config, stage) * element
+    if zero.stage == 2 and has_own_type(config) and num_microbatches(config, dp) > 1:
+        size += part_of(config, dp, stage, parameters, copy) * element
+    return size
+
+
+def largest(config: RunConfig, stage: int) -> int:
+    """Elements of the largest parameter of a stage on one rank."""
+    return max(matrices(config, stage), default=0)
 
 
 def passing(config: RunConfig, dp: int, stage: int, parameters: int, copy: int) -> Iterator[Passing]:
@@ -83,21 +112,22 @@ def passing(config: RunConfig, dp: int, stage: int, parameters: int, copy: int) 
     sizes, layers = matrices(config, stage), sum(stage_layers(config)[stage :: config.parallel.pp])
     if not layers:
         return
-    total, bucket, largest = sum(sizes), min(zero.reduce_bucket_size, parameters), max(sizes)
+    total, bucket, most = sum(sizes), min(zero.reduce_bucket_size, parameters), max(sizes)
     head = sizes[-1] if stage == config.parallel.pp - 1 and not config.model.tied_embeddings else 0
 
     def before(elements: int) -> float:
         """The share of the layers whose gradients are among the last `elements` and those of a filled bucket."""
-        made = max(0, elements - head) + max(0, bucket - largest)
+        made = max(0, elements - head) + max(0, bucket - most)
         return min(1.0, made / (layers * layer_parameters(config.model, config.parallel.tp)))
 
-    cast, alone = grad if grad != element else 0, largest if largest > bucket else 0
+    after = max(0, total - (copy + 1) * -(-total // dp))  # elements of parameters behind the rank's part
+    cast, alone = grad if grad != element else 0, most if most > bucket else 0
     joined = bucket * (grad if zero.stage == 3 else element + cast)
     yield Passing(max(joined, alone * cast), before(0))
     if has_own_type(config) and zero.contiguous_gradients and zero.offload_optimizer == "none":
         size = part_of(config, dp, stage, parameters, copy) * element
         if zero.stage == 2:  # the first one becomes the sum
             size = size * min(2, num_microbatches(config, dp)) - gradient_bytes(config, dp, parameters)
-        yield Passing(size, before(max(0, total - (copy + 1) * -(-total // dp))))
-    if zero.stage == 1 and not has_own_type(config):  # fp16 with fp32 sums: a flat buffer of the rank's part
-        yield Passing(-(-parameters // dp) * grad, before(0))
+        yield Passing(size, before(after))
+    if zero.stage == 1 and not has_own_type(config):  # fp32 sums: a flat buffer of the rank's part
+        yield Passing(-(-parameters // dp) * grad, before(after))
