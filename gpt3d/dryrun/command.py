@@ -9,7 +9,7 @@ from gpt3d.config.arithmetic import World, resolve_dp
 from gpt3d.config.problems import ConfigError
 from gpt3d.config.rules import check, memory
 from gpt3d.config.schema import RunConfig
-from gpt3d.planner.memory import memory_by_stage, ranks_a_stage
+from gpt3d.planner.memory import memory_by_stage, ranks_a_stage, stage_memory
 from gpt3d.planner.report import write_json
 
 
@@ -34,6 +34,8 @@ def print_dry_run(config: RunConfig) -> None:
 
 
 def fullest_rank(config: RunConfig, dp: int) -> int:
-    """The first rank of the stage that needs most memory, as the planner sees it."""
+    """The first rank of those that need most memory, as the planner sees it."""
     need = [memory.total for memory in memory_by_stage(config, dp)]
-    return need.index(max(need)) * ranks_a_stage(config, dp)
+    stage, most = need.index(max(need)), max(need)
+    alike = stage_memory(config, dp, stage, copy=0).total == most
+    return stage * ranks_a_stage(config, dp) + (0 if alike else (dp - 1) * config.parallel.tp * config.parallel.cp)
