@@ -99,6 +99,7 @@ class ReplicatedEngine:
             return
         grads = [p.grad for p in self.masters if p.grad is not None]
         flat = torch.cat([g.flatten() for g in grads])
+        self.layout.dp.count(flat, passes=2)
         dist.all_reduce(flat, group=self.layout.dp.handle)
         flat.div_(self.layout.dp.size)
         for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
