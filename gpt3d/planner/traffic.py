@@ -147,19 +147,17 @@ def step_traffic(config: RunConfig, dp: int, stage: int) -> Traffic:
 def zero_traffic(config: RunConfig, dp: int, stage: int, parameters: int) -> Iterator[tuple[str, int, int]]:
     """(collective, bytes, times) over the replicas of a rank with so many parameters, under ZeRO `stage`.
 
-    Stages 0 and 1 reduce gradients once a step, 2 and 3 with each microbatch. Stages 1 and 2 gather parameters once a
-    step, 3 twice a microbatch (forward and backward), and once more where the backward is split. DeepSpeed does it
-    bucket by bucket; here a pass over all parameters is one call.
+    Stages 0 and 1 reduce gradients once a step, 2 and 3 with each microbatch; below 3 by all-reduce, of which each rank
+    keeps its part. Stages 1 and 2 gather parameters once a step, 3 twice a microbatch (forward and backward), and once
+    more where the backward is split. It is done bucket by bucket; here a pass over all parameters is one call.
     """
     if dp == 1:
         return
     count, split = num_microbatches(config, dp), config.pipeline.schedule == "zb_h1" and config.parallel.pp > 1
     gradients, weights = (parameters * BYTES[d] for d in (config.precision.grad_dtype, config.precision.dtype))
-    if stage == 0:
-        yield "all-reduce", gradients, 1
-        return
-    yield "reduce-scatter", gradients, 1 if stage == 1 else count
-    yield "all-gather", weights, 1 if stage < 3 else count * (3 if split else 2)
+    yield "all-reduce" if stage < 3 else "reduce-scatter", gradients, 1 if stage < 2 else count
+    if stage > 0:
+        yield "all-gather", weights, 1 if stage < 3 else count * (3 if split else 2)
 
 
 def zero_bytes(config: RunConfig, dp: int, stage: int) -> int:
