@@ -17,7 +17,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from gpt3d.config.load import compose, conf_dir, register_schema, to_typed
 from gpt3d.config.overrides import REFUSALS, diagnose, group_options, quote_overrides, refuse_silent
@@ -62,6 +62,8 @@ def run_cli(
                 typed = to_typed(_merged(config, resolve(typed)))
             if check is not None and not checked:
                 check(typed)
+            if typed.run_name != config.run_name:
+                _rename_folder(config.run_name, typed.run_name)
             return task(typed)
         except SystemExit as end:
             if HydraConfig.get().mode != RunMode.MULTIRUN or _ends_all(end):
@@ -130,10 +132,21 @@ def without_run_folder(argv: list[str]) -> list[str]:
 
 
 def _merged(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """The composed configuration of a sweep's job with these overrides; its folder has been named before."""
+    """The composed configuration of a sweep's job with these overrides."""
     merged = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _rename_folder(before: str, now: str) -> None:
+    """Hydra has named a job's folder before the planner chose the layout that is part of the run's name."""
+    runtime: Any = HydraConfig.get().runtime
+    old = Path(runtime.output_dir)
+    new = old.with_name(old.name.replace(before, now))
+    if old.is_dir() and not new.exists():
+        old.rename(new)
+        with read_write(runtime):
+            runtime.output_dir = str(new)
 
 
 def full_help(help_text: str, config_name: str = "config") -> str:

@@ -29,7 +29,7 @@ from gpt3d.config.arithmetic import (
 from gpt3d.config.auto import AUTO, auto_keys
 from gpt3d.config.deepspeed import contradictions, extra_keys
 from gpt3d.config.problems import ConfigError, Problem, nearest
-from gpt3d.config.schema import RunConfig, leaves
+from gpt3d.config.schema import ParallelConfig, RunConfig, leaves
 from gpt3d.planner.memory import GB, run_memory, size, worst_rank
 from gpt3d.planner.need import describe_need
 
@@ -175,7 +175,7 @@ def pipeline(config: RunConfig, world: World) -> Iterator[Problem]:
         if len(given) != pieces or sum(given) != layers or min(given, default=0) < 1:
             why = f"needs {pieces} numbers of at least 1 ({product}) that sum up to model.num_layers={layers}"
             yield Problem("parallel.layers_per_stage", given, why, _even_split(layers, pieces))
-    elif layers < pieces or (layers % pieces and not config.parallel.embedding_layers + config.parallel.head_layers):
+    elif layers < pieces or (layers % pieces and not _may_be_uneven(config.parallel)):
         why = f"model.num_layers={layers} doesn't divide into {pieces} equal pieces ({product})"
         legal = [n for n in range(1, layers // chunks + 1) if layers % (n * chunks) == 0]
         yield Problem("parallel.pp", pp, why, f"parallel.pp can be {legal}; {_even_split(layers, pieces)}")
@@ -189,11 +189,17 @@ def pipeline(config: RunConfig, world: World) -> Iterator[Problem]:
             yield Problem("trainer.global_batch_size", config.trainer.global_batch_size, why, around)
 
 
+def _may_be_uneven(parallel: ParallelConfig) -> bool:
+    """Stages that differ were asked for."""
+    return parallel.allow_uneven_stages or parallel.embedding_layers + parallel.head_layers > 0
+
+
 def _even_split(layers: int, pieces: int) -> str:
     """The most even uneven split, as an override."""
     if layers < pieces:
         return f"at most {layers} pieces, since each needs a layer"
-    return f"for unequal stages parallel.layers_per_stage=[{','.join(map(str, even_split(layers, pieces)))}]"
+    split = ",".join(map(str, even_split(layers, pieces)))
+    return f"for unequal stages parallel.allow_uneven_stages=true or parallel.layers_per_stage=[{split}]"
 
 
 def ranks(config: RunConfig, world: World) -> Iterator[Problem]:

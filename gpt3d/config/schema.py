@@ -82,6 +82,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     allow_cross_node_tp: bool = False
     layers_per_stage: Optional[list[int]] = None
+    allow_uneven_stages: bool = False
     embedding_layers: float = number(0.0, low=0.0)
     head_layers: float = number(0.0, low=0.0)
 

@@ -202,6 +202,9 @@ class TestPipeline:
             problem = only(check(make({"parallel.pp": 3, "parallel.layers_per_stage": wrong}), ANY))
             assert (problem.key, problem.value) == ("parallel.layers_per_stage", wrong)
             assert "[1,2,1]" in problem.fix
+        allowed = make({"parallel.pp": 3, "parallel.allow_uneven_stages": True})
+        assert check(allowed, ANY) == [] and stage_layers(allowed) == [1, 2, 1]
+        assert keys(check(make({"parallel.pp": 5, "parallel.allow_uneven_stages": True}), ANY)) == ["parallel.pp"]
 
     def test_chunks(self, make: Make) -> None:
         assert keys(check(make({"parallel.pp": 2, "pipeline.chunks": 2}), ANY)) == ["pipeline.chunks"]

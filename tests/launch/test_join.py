@@ -205,9 +205,17 @@ def test_the_start_limit_names_host_and_port(world, tmp_path, output, port):
     assert f":{used}" in output(0)[1] and "port is taken" in output(0)[1]
 
 
+def test_a_host_that_is_not_known_here_is_named_at_once(world, tmp_path, output, port):
+    variables = slurm_step(2, port) | {"MASTER_ADDR": "no-such-host.invalid", "SLURM_PROCID": "1"}
+    assert world(bodies.joined, tmp_path, CONFIG, variables, 1.0, n=1, init=False) == [1]
+    said = output(0)[1]
+    assert "finds no host named no-such-host.invalid" in said and "MASTER_ADDR" in said and "NodeAddr" in said
+    assert len(said.splitlines()) == 1
+
+
 def test_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, "-m", "tests.launch.bodies"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "-m", "tests.launch.bodies"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "2 ranks on 1 host (torchrun)" in done.stdout
     assert all(f"rank {rank} trains with lr 0.5" in done.stdout for rank in range(2))

@@ -100,7 +100,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(ROOT)]
-    subprocess.run(build, check=True, timeout=120)
+    subprocess.run(build, check=True, timeout=300)
     (built,) = folder.glob("*.whl")
     subprocess.run(
         [*pip, "install", "--no-deps", "--target", str(folder / "site"), str(built)], check=True, timeout=120

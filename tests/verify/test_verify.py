@@ -48,7 +48,7 @@ def test_a_sound_layout_is_equal() -> None:
 def test_the_command_tells_by_its_exit_code() -> None:
     def run(*overrides: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "gpt3d.verify", *overrides]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
     good = run("parallel=pp2", "parallel.dp=1", "zero=0")
     assert good.returncode == 0 and "equal to one plain process" in good.stdout, good.stderr
