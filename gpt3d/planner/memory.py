@@ -186,7 +186,8 @@ def _update(config: RunConfig, dp: int, stage: int, on_cpu: bool) -> int:
     if zero == 0:
         temporaries = 8 * largest_weight(config, stage) if on_cpu else 0
         copies = 4 * parameters if grad < 4 else 0  # fp32 gradients; those that are fp32 serve as they are
-        return max(parameters * grad if dp > 1 else 0, copies + temporaries)  # replicas reduce one flat copy
+        bucket = min(parameters, config.zero.reduce_bucket_size) * grad if dp > 1 else 0  # reduced as one flat copy
+        return max(bucket, copies + temporaries)
     own = -(-parameters // dp)
     temporaries = 8 * own if on_cpu else 0
     if zero < 3 and not has_own_type(config):

@@ -24,8 +24,6 @@ from gpt3d.parallel.split_backward import WeightGradients, backward_input
 from gpt3d.zero.engine import DTYPES, OnGradients, StepResult, parameter_groups, tied_parameters
 from gpt3d.zero.loss_scaler import LossScaler
 
-BUCKET_SIZE = 2**26  # numbers of gradients that are all-reduced together
-
 
 class ReplicatedEngine:
     """AdamW on fp32 masters with an averaged gradient; see `Engine` for the contract."""
@@ -33,7 +31,7 @@ class ReplicatedEngine:
     def __init__(self, config: RunConfig, layout: Layout, module: nn.Module) -> None:
         self.layout, self.module, self.clip = layout, module, config.optimizer.grad_clip
         self.on_gradients: OnGradients | None = None
-        self.bucket_size = BUCKET_SIZE
+        self.bucket_size = config.zero.reduce_bucket_size
         self.tied = tied_parameters(module, config, layout)
         self.scaler = LossScaler(config.precision)
         groups = parameter_groups(module, config.optimizer.weight_decay)
@@ -112,6 +110,7 @@ class ReplicatedEngine:
     def _average(self, grads: list[Tensor]) -> None:
         alone = len(grads) == 1 and grads[0].is_contiguous()
         flat = grads[0].view(-1) if alone else torch.cat([g.flatten() for g in grads])
+        self.layout.dp.count(flat, passes=2)
         dist.all_reduce(flat, group=self.layout.dp.handle)
         flat.div_(self.layout.dp.size)
         if not alone:

@@ -57,6 +57,7 @@ def large(case: Case) -> RunConfig:
     config.model = dataclasses.replace(config.model, **changes)  # type: ignore[arg-type]
     config.data.seq_len, config.trainer.micro_batch_size = 512, 1
     config.trainer.global_batch_size, config.cluster.device = 2 * case.pp * case.dp, "cuda"
+    config.zero.reduce_bucket_size = 10**9 if case.zero == 0 else config.zero.reduce_bucket_size  # one call
     return config
 
 
