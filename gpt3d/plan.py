@@ -19,7 +19,7 @@ from gpt3d.planner.remedies import for_layout, for_model
 from gpt3d.planner.report import MemoryPlan, memory_plan, memory_text, plan_data, write_json
 from gpt3d.planner.search import Room, require_known, search
 from gpt3d.planner.search_report import remedy_data, search_data, search_text
-from gpt3d.planner.time_report import time_data, time_text
+from gpt3d.planner.time_report import time_data, time_in_short, time_text
 
 HELP = """
 Say what a layout needs before it is started: memory of each pipeline stage part by part, whether it fits, and, on a
@@ -65,16 +65,15 @@ def plan(config: RunConfig) -> None:
 def plan_layout(config: RunConfig) -> None:
     """Print memory and time of this layout; the exit code says whether it fits."""
     layout, machine = memory_plan(config), machine_of(config)
-    text, data = memory_text(layout), plan_data(layout)
+    data, answers, times = plan_data(layout), [], ""
+    if machine is not None:
+        data |= time_data(config, layout.dp, machine)
+        answers, times = [time_in_short(data)], "\n\n" + time_text(data, layout.ranks)
     if layout.fits is False and layout.gpu_gb is not None:
         helps = for_layout(config, layout.dp, _room(layout))
         data["changes"] = [remedy_data(remedy) for remedy in helps]
-        text += "\n" + "\n".join(
-            ["The cheapest changes that fit:", *(f"  {remedy}" for remedy in helps)] if helps else []
-        )
-    if machine is not None:
-        data |= time_data(config, layout.dp, machine)
-        text += "\n\n" + time_text(data, layout.ranks)
+        answers += ["the cheapest changes that fit:", *(f"  {remedy}" for remedy in helps)] if helps else []
+    text = memory_text(layout, answers) + times
     if config.plan_pictures is not None:
         text += "\n\n" + _pictures(layout, Path(config.plan_pictures))
     _finish(config, text, data, layout.fits is not False)

@@ -45,6 +45,9 @@ def test_exit_code_is_the_verdict(make: Make, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert left.value.code == code
     assert ("fits: stage 0 needs" in out) == (code == 0) and ("recompute=full" in out) == (code == 1)
+    head = out.partition("70,553,706,496 parameters")[0]
+    for answer in ("stage 0 needs", "s a step", "most of a step: compute", *(["cheapest changes"] if code else [])):
+        assert answer in head, "will it fit, how fast, why, and what to change come before the details"
 
 
 def test_a_row_for_each_stage(make: Make) -> None:
