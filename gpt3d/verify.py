@@ -56,7 +56,15 @@ def main() -> None:
     plain = not any(argument.startswith("-") for argument in overrides)
     no_run_folder = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"] if plain else []
     sys.argv[1:] = [*overrides, *no_run_folder]
-    run_cli(verify_one, HELP, check=lambda config: require_valid(config, World()))
+    run_cli(verify_one, HELP, check=check_layout)
+
+
+def check_layout(config: RunConfig) -> None:
+    """Raise ConfigError for a layout against the rules, whatever the machine."""
+    if config.dry_run:
+        why = "is one process without numbers, and this compares numbers"
+        raise ConfigError([Problem("dry_run", True, why, "python -m gpt3d.train ... dry_run=true, or without it")])
+    require_valid(config, World())
 
 
 def verify_one(config: RunConfig) -> None:

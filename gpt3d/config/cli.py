@@ -39,7 +39,7 @@ def run_cli(
     `resolve` may add overrides, for keys left to the planner; they are recorded as if they had been typed. `check` may
     raise ConfigError; a plain run calls it before Hydra makes a run folder, a sweep before each job.
     A refused configuration is one message on stderr and exit code 2. `task` ends the process with sys.exit for another
-    code; its other exceptions pass through. `help_text` opens what `--help` prints.
+    code, a sweep goes on and has the highest of them; other exceptions pass through. `help_text` opens `--help`.
     """
     argv = sys.argv[1:]
     if "--help" in argv or "-h" in argv:
@@ -51,6 +51,7 @@ def run_cli(
         sys.argv[1:] = argv
     plain = not any(argument.startswith("-") for argument in argv)
     failure: list[tuple[BaseException, TracebackType | None]] = []
+    codes: list[int] = []  # of a sweep's jobs that ended with one
 
     def job(config: DictConfig) -> Any:
         try:
@@ -64,6 +65,11 @@ def run_cli(
             if typed.run_name != config.run_name:
                 _rename_folder(config.run_name, typed.run_name)
             return task(typed)
+        except SystemExit as end:
+            if HydraConfig.get().mode != RunMode.MULTIRUN or _ends_all(end):
+                raise
+            codes.append(_code(end))
+            return None
         except BaseException as error:
             if isinstance(error, ConfigError):  # at once: of a sweep, Hydra reports only the first failure, at the end
                 print(error, file=sys.stderr)
@@ -93,7 +99,8 @@ def run_cli(
             raise error.with_traceback(traceback) from error.__cause__  # without Hydra's frames
         elif not isinstance(error, (*REFUSALS, OSError)) or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        elif isinstance(error, OSError):
+        elif not isinstance(error, REFUSALS):
+            assert isinstance(error, OSError)
             why = f"the run folder can't be made: {error.strerror}"
             print(ConfigError([Problem("hydra.run.dir", error.filename, why)]), file=sys.stderr)
         else:
@@ -101,6 +108,21 @@ def run_cli(
             folders = [conf_dir(), *_config_dirs(argv)]
             print(ConfigError(diagnose(_split(argv)[0], error, folders, sweep)), file=sys.stderr)
         sys.exit(USAGE_ERROR)
+    if any(codes):
+        sys.exit(max(codes))
+
+
+def _ends_all(end: SystemExit) -> bool:
+    """A signal has ended the job, and with it a sweep."""
+    return isinstance(end.code, int) and end.code > 128
+
+
+def _code(end: SystemExit) -> int:
+    """The exit code of sys.exit, which prints a text."""
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    print(end.code, file=sys.stderr)
+    return 1
 
 
 def without_run_folder(argv: list[str]) -> list[str]:

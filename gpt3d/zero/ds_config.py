@@ -79,7 +79,7 @@ def refused_keys(config: RunConfig, device: str) -> list[Problem]:
         # pydantic's, in most cases: then it says which key and why
         details = error.errors() if hasattr(error, "errors") else []
         if not details:
-            why = f"DeepSpeed refuses them: {str(error).splitlines()[0]}"
+            why = f"DeepSpeed refuses them: {(str(error) or type(error).__name__).splitlines()[0]}"
             return [Problem("zero.deepspeed", extra, why, "see DeepSpeed's documentation of its JSON")]
         problems = []
         for one in details:

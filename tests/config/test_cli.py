@@ -32,6 +32,8 @@ def task(config: RunConfig) -> None:
     print("RAN", config.zero.stage, config.optimizer.lr, config.run_name)
     if config.seed == 13:
         raise ValueError("a bug of ours")
+    if config.seed > 1234:
+        sys.exit(config.seed - 1234 if config.seed < 2000 else "a text")
 
 
 def check(config: RunConfig) -> None:
@@ -107,6 +109,18 @@ def test_a_refused_job_does_not_end_the_sweep(demo: Demo) -> None:
     done = demo("-m", "parallel.cp=2,1")
     assert done.returncode == 2 and done.stdout.count("RAN") == 1
     assert done.stderr.count("context parallelism is not available") == 1 and "Traceback" not in done.stderr
+
+
+def test_an_unknown_option_in_a_sweep(demo: Demo) -> None:
+    done = demo("-m", "model=tiny,nope")
+    assert done.returncode == 2 and "model is one of" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_jobs_that_end_with_a_code_don_t_end_the_sweep(demo: Demo) -> None:
+    """As plan and verify do, to say what they found."""
+    done = demo("-m", "seed=1237,2000,1234")
+    assert done.returncode == 3 and done.stdout.count("RAN") == 3 and done.stderr == "a text\n"
+    assert demo("-m", "seed=1400,1234").stdout.count("RAN") == 1, "a signal ends all"
 
 
 def test_a_bug_keeps_its_traceback_without_hydra_s_frames(demo: Demo) -> None:

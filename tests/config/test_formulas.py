@@ -143,7 +143,8 @@ class TestMemory:
         assert worst_rank(config, 1).gradients == 4 * count
         config.zero.offload_optimizer = config.zero.offload_param = "cpu"
         memory = worst_rank(config, 1)
-        assert memory.state == 0 and memory.host == 18 * count
+        # weights; master, moments and an fp32 gradient; and the sum of gradients, which DeepSpeed keeps besides
+        assert memory.state == 0 and memory.host == (2 + 16 + 4) * count
 
     @pytest.mark.parametrize(
         ("tp", "sp", "recompute", "per_sbh"),
