@@ -127,6 +127,15 @@ def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
         check_start(resume("auto", str(tmp_path)))
 
 
+def test_going_on_needs_no_initial_weights_any_more(tmp_path: Path) -> None:
+    config = resume("auto", str(tmp_path))
+    config.init_from = str(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"init_from=.*no such folder"):
+        check_start(config)
+    committed_at(tmp_path / "checkpoints", {"format": 1, "config": plain(configured()), "progress": {"step": 5}})
+    check_start(config)
+
+
 def test_fewer_steps_than_are_done_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.steps=4: the checkpoint somewhere has done 5 steps"):
         compare([], ["trainer.steps=4"])
