@@ -58,7 +58,7 @@ class Learner:
         self.stopwatch = Stopwatch(layout.device)
         self.num_layers = config.model.num_layers
         self.layer_norms: LayerNorms | None = None
-        self.sent = [0, 0]  # bytes over TP and PP in the training steps since `take_sent`
+        self.sent = [0, 0, 0]  # bytes over TP, PP and DP in the training steps since `take_sent`
         self.before_update: Callable[[], None] = lambda: None  # who still reads the optimizer's state has it wait here
         self.seq_len, self.micro_batch_size = config.data.seq_len, config.trainer.micro_batch_size
         self.padded_vocab_size = config.model.padded_vocab_size
@@ -66,6 +66,7 @@ class Learner:
         shape = (sequence, self.micro_batch_size, config.model.hidden_size)
         chunks = config.pipeline.chunks
         transport = connect(layout, shape, DTYPES[config.precision.dtype], ring=chunks > 1)
+        transport.meet()
         self.executor = Executor(layout, self.engine, transport, config.pipeline.schedule, chunks)
         rows = config.trainer.global_batch_size // layout.dp.size
         self.executor.plan(rows // self.micro_batch_size)  # an impossible schedule is refused before the first step
@@ -117,14 +118,15 @@ class Learner:
         assert watched is not None, "watch_layers comes first"
         return watched.read()
 
-    def take_sent(self, steps: int) -> tuple[float, float]:
-        """Bytes that this rank has sent over TP and PP, a step, in the `steps` since the last call."""
-        (tp, pp), self.sent = self.sent, [0, 0]
-        return tp / max(steps, 1), pp / max(steps, 1)
+    def take_sent(self, steps: int) -> tuple[float, ...]:
+        """Bytes that this rank has sent over TP, PP and DP, a step, in the `steps` since the last call."""
+        sent, self.sent = self.sent, [0, 0, 0]
+        return tuple(count / max(steps, 1) for count in sent)
 
-    def _sent(self) -> tuple[int, int]:
+    def _sent(self) -> tuple[int, int, int]:
         layout = self.layout
-        return layout.tp.sent.total + layout.kv.sent.total, self.executor.transport.sent + layout.ends.sent.total
+        tp, pp = layout.tp.sent.total + layout.kv.sent.total, self.executor.transport.sent + layout.ends.sent.total
+        return tp, pp, layout.dp.sent.total
 
     def evaluate(self, rows: Sequence[Rows]) -> tuple[float, int]:
         """Summed loss [nats] and number of targets over all replicas; each may bring another number of rows.

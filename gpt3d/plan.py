@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from gpt3d.planner.auto import choose
 from gpt3d.planner.machine import machine_of
 from gpt3d.planner.pictures import write_pictures
 from gpt3d.planner.remedies import for_layout, for_model
-from gpt3d.planner.report import MemoryPlan, memory_plan, memory_text, plan_data
+from gpt3d.planner.report import MemoryPlan, memory_plan, memory_text, plan_data, write_json
 from gpt3d.planner.search import Room, require_known, search
 from gpt3d.planner.search_report import remedy_data, search_data, search_text
-from gpt3d.planner.time_report import time_data, time_text
+from gpt3d.planner.time_report import time_data, time_in_short, time_text
 
 HELP = """
 Say what a layout needs before it is started: memory of each pipeline stage part by part, whether it fits, and, on a
@@ -65,16 +65,15 @@ def plan(config: RunConfig) -> None:
 def plan_layout(config: RunConfig) -> None:
     """Print memory and time of this layout; the exit code says whether it fits."""
     layout, machine = memory_plan(config), machine_of(config)
-    text, data = memory_text(layout), plan_data(layout)
+    data, answers, times = plan_data(layout), [], ""
+    if machine is not None:
+        data |= time_data(config, layout.dp, machine)
+        answers, times = [time_in_short(data)], "\n\n" + time_text(data, layout.ranks)
     if layout.fits is False and layout.gpu_gb is not None:
         helps = for_layout(config, layout.dp, _room(layout))
         data["changes"] = [remedy_data(remedy) for remedy in helps]
-        text += "\n" + "\n".join(
-            ["The cheapest changes that fit:", *(f"  {remedy}" for remedy in helps)] if helps else []
-        )
-    if machine is not None:
-        data |= time_data(config, layout.dp, machine)
-        text += "\n\n" + time_text(data, layout.ranks)
+        answers += ["the cheapest changes that fit:", *(f"  {remedy}" for remedy in helps)] if helps else []
+    text = memory_text(layout, answers) + times
     if config.plan_pictures is not None:
         text += "\n\n" + _pictures(layout, Path(config.plan_pictures))
     _finish(config, text, data, layout.fits is not False)
@@ -103,14 +102,11 @@ def _room(layout: MemoryPlan) -> Room:
 
 
 def _finish(config: RunConfig, text: str, data: dict[str, Any], good: bool) -> None:
+    failure = write_json(config, data)  # first: printing ends with its reader
     print(text)
-    if config.plan_json is not None:
-        try:
-            Path(config.plan_json).write_text(json.dumps(data, indent=2) + "\n")
-        except OSError as error:
-            sys.exit(f"gpt3d: plan_json={config.plan_json} can't be written: {error.strerror}")
-    sys.exit(0 if good else 1)
+    sys.exit(failure or (0 if good else 1))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends it without a word, as it ends any filter
     main()

@@ -21,6 +21,7 @@ from gpt3d.launch.rundir import RunDirError
 from gpt3d.rank import train_rank
 from gpt3d.sweep.end import table_at_end
 from gpt3d.sweep.jobs import SweepFailed, figures, update
+from gpt3d.tracking.tracker import record_failure
 
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
@@ -82,9 +83,14 @@ def train_here(config: RunConfig) -> float | None:
         f"gpt3d: starting {ranks} rank{'s' if ranks > 1 else ''} on {device}; run folder {recorded['run_dir']}",
         flush=True,
     )
-    results = launch.start(train_rank, recorded, nprocs=ranks, device=device, run_dir=recorded["run_dir"], grace=grace)
+    run_dir = Path(recorded["run_dir"])
+    try:
+        results = launch.start(train_rank, recorded, nprocs=ranks, device=device, run_dir=run_dir, grace=grace)
+    except RankFailed as failure:
+        record_failure(run_dir, failure, config.tracking.report)
+        raise
     if config.objective == "tokens_per_s":
-        return figures(Path(recorded["run_dir"])).tokens_per_s
+        return figures(run_dir).tokens_per_s
     return results["validation_loss"]
 
 

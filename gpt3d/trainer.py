@@ -28,7 +28,6 @@ from gpt3d.pipeline.picture import bubble_in_words, write_timelines
 from gpt3d.pipeline.simulate import Timeline, ideal_of
 from gpt3d.planner.hardware import peak_tflops
 from gpt3d.planner.report import run_plan
-from gpt3d.planner.traffic import zero_bytes
 from gpt3d.tracking.banner import banner, summary
 from gpt3d.tracking.metrics import Ema, Meter, Metrics, perplexity
 from gpt3d.tracking.ranks import node_metrics, rank_metrics
@@ -191,7 +190,6 @@ class Trainer:
             "tokens": self.tokens,
             "samples": self.batches.consumed_samples,
             "pipeline_bubble": bubble,
-            "dp_bytes": zero_bytes(self.config, self.layout.dp.size, self.config.zero.stage),
             **rank_metrics(self.device, self.layout, self.learner.take_sent(self.meter.steps)),
             **(node_metrics(self.device, self.layout) if self.config.tracking.node_metrics else {}),
             **self.meter.read(self.step, self.learner.stopwatch.read()),

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: ranks share few cores
 
 from gpt3d import launch
 from tests import world as world_module
+
+# The same examples every time, and no clock: what fails, fails everywhere. For new ones: --hypothesis-profile=default
+settings.register_profile("suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 SLOW = Path(__file__).with_name("slow.txt")
 

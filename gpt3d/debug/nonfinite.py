@@ -17,7 +17,7 @@ from gpt3d.parallel.layout import Layout
 from gpt3d.parallel.placement import placement_of
 from gpt3d.pipeline.schedule import Action, Kind
 
-PEER_SECONDS = 0.5  # the rank with the bad weight speaks before its TP peers, who see the same sum
+PEER_SECONDS = 2.0  # the rank with the bad weight speaks before its TP peers, who see the same sum
 NEIGHBOUR_SECONDS = 5.0  # a stage that sent something bad and knows it ends the run within this time
 
 

@@ -85,7 +85,11 @@ class Group:
 
     def count(self, whole: Tensor, passes: int = 1) -> None:
         """A collective on the buffer `whole`: a ring sends all but one part of it, an all-reduce in 2 `passes`."""
-        self.sent.total += passes * whole.numel() * whole.element_size() * (self.size - 1) // self.size
+        self.count_bytes(whole.numel() * whole.element_size(), passes)
+
+    def count_bytes(self, whole: int, passes: int = 1) -> None:
+        """As `count`, for a buffer of so many bytes."""
+        self.sent.total += passes * whole * (self.size - 1) // self.size
 
 
 @dataclass(frozen=True)

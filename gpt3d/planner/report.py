@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from gpt3d.config.arithmetic import World, num_microbatches, resolve_dp, stage_layers
@@ -80,12 +83,15 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
     return MemoryPlan(config, dp, memory_by_stage(config, dp), gpu_memory(cluster), cluster.host_memory_gb, host)
 
 
-def memory_text(plan: MemoryPlan) -> str:
-    """The plan for the terminal."""
+def memory_text(plan: MemoryPlan, answers: Sequence[str] = ()) -> str:
+    """The plan for the terminal: the verdict with what else is to say at once (`answers`), then the parts."""
     config, dp = plan.config, plan.dp
     lines = [
         f"{layout_in_words(config, dp)}: {plan.ranks:,} GPU{'s' if plan.ranks > 1 else ''}",
         batch_in_words(config, dp),
+        "",
+        verdict(plan),
+        *answers,
         "",
         *_state_lines(config, dp),
         "",
@@ -94,8 +100,6 @@ def memory_text(plan: MemoryPlan) -> str:
         f"  margin: {CONTEXT_GB:g} GB for the CUDA context and cuBLAS, {NCCL_GB:g} GB for NCCL on each axis above 1, "
         f"{FRAGMENTATION:.0%} of activations, logits and buffers for fragmentation",
         *([f"  host memory: {size(plan.host_need)} on the fullest machine"] if plan.host_need else []),
-        "",
-        verdict(plan),
     ]
     return "\n".join(lines)
 
@@ -159,7 +163,9 @@ def _state_lines(config: RunConfig, dp: int) -> list[str]:
     lines = [
         f"{count:,} parameters x {each} bytes ({own.weights} weight + {own.gradients} gradient + {own.optimizer} "
         f"optimizer) = {total:,} bytes",
-        f"  = {total / 1e9:,.1f} GB of 10^9 ({total / GB:,.1f} of 2^30){nominal}, before activations",
+        f"  = {total / 1e9:,.3g} GB of 10^9 ({total / GB:,.3g} of 2^30){nominal}, before activations"
+        if total < 1e9
+        else f"  = {total / 1e9:,.1f} GB of 10^9 ({total / GB:,.1f} of 2^30){nominal}, before activations",
         f"  divided over tp x pp = {config.parallel.tp * config.parallel.pp} and by ZeRO over dp copies, {name} a GPU:",
     ]
     degrees = sorted({dp, 8, 64})
@@ -193,3 +199,14 @@ def _stage_rows(plan: MemoryPlan) -> list[list[str]]:
         start = [str(stage), str(layers), f"{flight:g}", f"{memory.parameters:,}"]
         rows.append([*start, *sizes, f"{memory.total / unit:,.1f}"])
     return rows
+
+
+def write_json(config: RunConfig, data: dict[str, Any]) -> str | None:
+    """Write `data` where `plan_json` says; what to tell if that can't be."""
+    if config.plan_json is None:
+        return None
+    try:
+        Path(config.plan_json).write_text(json.dumps(data, indent=2) + "\n")
+    except OSError as error:
+        return f"gpt3d: plan_json={config.plan_json} can't be written: {error.strerror}"
+    return None

@@ -47,6 +47,20 @@ def time_data(config: RunConfig, dp: int, machine: Machine) -> dict[str, Any]:
     return data
 
 
+def time_in_short(data: dict[str, Any]) -> str:
+    """Speed, and where most of a step goes, on one line; of a layout that does not fit, what it would be."""
+    seconds = data["seconds"]
+    parts = sorted(((seconds[part], name) for part, name in PARTS.items()), reverse=True)
+    shares = ", ".join(
+        f"{name} {size / seconds['total']:.0%}" for size, name in parts[:3] if size >= 0.01 * parts[0][0]
+    )
+    start = "it would take " if data["fits"] is False else ""
+    return (
+        f"{start}{seconds['total']:.3g} s a step, {data['tokens_per_s']:,.0f} tokens/s, "
+        f"{data['tokens_per_s_per_gpu']:,.0f} a GPU, MFU {data['mfu']:.1%}; most of a step: {shares}"
+    )
+
+
 def time_text(data: dict[str, Any], ranks: int) -> str:
     """`time_data` for the terminal."""
     seconds, hidden = data["seconds"], sum(data["seconds_hidden"].values())

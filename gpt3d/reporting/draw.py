@@ -9,6 +9,7 @@ from pathlib import Path
 from gpt3d.reporting.curves import Chart, Curve
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999")  # Okabe and Ito
+GENERATOR = "gpt3d report"  # stands in page and picture, by which they are known again
 WIDTH, HEIGHT = 480, 290
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 10, 42
 
@@ -39,6 +40,10 @@ def svg(chart: Chart) -> str:
         color = f"var(--run-{curve.run % len(COLORS)})"
         parts.append(f'<polyline class="curve" style="stroke:{color}"{dash} points="{path}">'
                      f"<title>{escape(curve.name)}</title></polyline>")  # fmt: skip
+        if len(curve.points) == 1:  # a line of one point is not seen
+            u, v = at(*curve.points[0])
+            parts.append(f'<circle style="fill:{color}" cx="{u:.1f}" cy="{v:.1f}" r="4">'
+                         f"<title>{escape(curve.name)}</title></circle>")  # fmt: skip
     return "".join([*parts, "</svg>"])
 
 
@@ -51,22 +56,28 @@ def png(charts: list[Chart], title: str, path: Path) -> None:
     figure = Figure(figsize=(6.4 * columns, 3.8 * rows))
     figure.suptitle(title.replace("$", r"\$"))
     figure.subplots_adjust(0.09, 0.5 / (3.8 * rows), 0.98, 1 - 0.8 / (3.8 * rows), 0.22, 0.4)  # "constrained" is slow
-    for chart, axes in zip(charts, figure.subplots(rows, columns, squeeze=False).flat, strict=False):
-        for curve in chart.curves:
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for chart, axes in zip(charts, places, strict=False):
+        for curve in (curve for curve in chart.curves if curve.points):
             _plot(axes, curve)
         axes.set(title=chart.title, xlabel=chart.x, ylabel=chart.y)
         axes.grid(alpha=0.3)
+        axes.xaxis.set_major_formatter(lambda value, _: number(value))
+        axes.yaxis.set_major_formatter(lambda value, _: number(value))
         if chart.from_zero:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * max(y for curve in chart.curves for _, y in curve.points) or 1)
         if len(chart.curves) > 1:
             axes.legend(fontsize=8)
-    figure.savefig(path, dpi=100)
+    for axes in places[len(charts) :]:
+        axes.remove()
+    figure.savefig(path, dpi=100, metadata={"Software": GENERATOR})
 
 
 def _plot(axes, curve: Curve) -> None:  # type: ignore[no-untyped-def]
     xs, ys = [x for x, _ in curve.points], [y for _, y in curve.points]
     label = curve.name.replace("$", r"\$").lstrip("_")
-    axes.plot(xs, ys, "--" if curve.dashed else "-", color=COLORS[curve.run % len(COLORS)], label=label, lw=1.4)
+    line = "o" if len(xs) == 1 else "--" if curve.dashed else "-"
+    axes.plot(xs, ys, line, color=COLORS[curve.run % len(COLORS)], label=label, lw=1.4)
 
 
 def _range(chart: Chart) -> tuple[float, float]:

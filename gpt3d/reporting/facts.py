@@ -149,7 +149,9 @@ def history(run: Run) -> list[list[str]]:
             rows.append([_utc(event), str(step), f"skipped: {event.get('why', '')}"])
         elif name == "end":
             code, why = event.get("exit_code"), event.get("why") or ""
-            rows.append([_utc(event), "", "end" if code == 0 else f"end, exit code {code}: {why}"])
+            rows.append([_utc(event), "", "end" if code == 0 else f"end of rank 0, exit code {code}: {why}"])
+        elif name == "failed":  # the supervisor's word, which knows which rank was the cause
+            rows.append([_utc(event), "", f"failed: {event.get('why', '')}"])
     if len(skipped) > MOST_SKIPPED:
         rows.append(["", "", f"and {len(skipped) - MOST_SKIPPED} more skipped steps"])
     return rows

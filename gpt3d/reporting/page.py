@@ -7,13 +7,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from gpt3d.reporting.compare import differing_settings, result_rows
+from gpt3d.reporting.compare import as_yaml, differing_settings, result_rows
 from gpt3d.reporting.curves import Chart, charts
-from gpt3d.reporting.draw import COLORS, svg
+from gpt3d.reporting.draw import COLORS, GENERATOR, svg
 from gpt3d.reporting.facts import Fact, facts, history, memory_rows, samples, step_split
 from gpt3d.reporting.read import Run
-
-GENERATOR = '<meta name="generator" content="gpt3d report">'
 
 
 def page(runs: list[Run]) -> str:
@@ -22,7 +20,7 @@ def page(runs: list[Run]) -> str:
     body = _one(runs[0]) if len(runs) == 1 else _several(runs)
     style = (Path(__file__).parent / "style.css").read_text()
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="generator" content="{GENERATOR}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>\n{style}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
@@ -162,11 +160,13 @@ def _key(run: int, dashed: bool = False) -> str:
 def _all_settings(run: Run) -> str:
     def lines(value: Any, indent: str = "") -> list[str]:
         if not isinstance(value, dict) or not value:
-            return [f"{value}"]
+            return [as_yaml(value)]
         found = []
         for key, inner in value.items():
-            nested = isinstance(inner, dict) and inner
-            found += [f"{indent}{key}:", *lines(inner, indent + "  ")] if nested else [f"{indent}{key}: {inner}"]
+            if isinstance(inner, dict) and inner:
+                found += [f"{indent}{key}:", *lines(inner, indent + "  ")]
+            else:
+                found.append(f"{indent}{key}: {as_yaml(inner)}")
         return found
 
     blocks = [("config.yaml", run.config), ("environment.json", run.environment)]

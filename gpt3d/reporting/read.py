@@ -61,6 +61,8 @@ class Run:
     def status(self) -> tuple[str, bool | None]:
         """In words, and whether it is good (None: not known)."""
         last = self.events[-1] if self.events else {}
+        if last.get("event") == "failed":
+            return f"failed: {last.get('why')}", False
         if last.get("event") != "end":
             return ("still running, or killed" if self.events else "not known"), None
         if last.get("exit_code") == 0:
@@ -95,7 +97,10 @@ def read_run(folder: Path) -> Run:
     run.environment = _mapping(run, "environment.json", json.loads)
     run.lines, run.events = _json_lines(run, "metrics.jsonl"), _json_lines(run, "events.jsonl")
     if not run.config and not run.lines:
-        raise ReportError(f"{folder}: neither config.yaml nor metrics.jsonl can be read: not the folder of a run")
+        inside = ", it has runs in it: name those" if any(folder.glob("*/config.yaml")) else ""
+        raise ReportError(
+            f"{folder}: neither config.yaml nor metrics.jsonl can be read: not the folder of a run{inside}"
+        )
     run.command = _text(run, "command.txt").strip()
     picture = folder / "timeline.svg"
     if picture.is_file():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gpt3d.sweep import layouts, scaling, table
-from gpt3d.sweep.jobs import JOBS, Figures, Job, figures, read_jobs
+from gpt3d.sweep.jobs import JOBS, Figures, Job, SweepFailed, figures, read_jobs
 from gpt3d.sweep.record import SweepRecord
 
 Report = Callable[[Sequence[Job], dict[int, Figures], Path], str]
@@ -17,9 +17,22 @@ REPORTS: dict[str, Report] = {"layouts": layouts.report, "scaling": scaling.repo
 
 @contextmanager
 def table_at_end() -> Iterator[None]:
-    """Print and save the table of the sweep that ran inside, if one did; also after a failure or Ctrl-C."""
+    """Print and save the table of the sweep that ran inside, if one did; also after a failure or Ctrl-C.
+
+    Hydra's own sweeper raises the first failure when all jobs have run. It was told when it happened: SweepFailed
+    with the number of failures is raised instead, so that the table is the last to be seen.
+    """
     try:
         yield
+    except Exception as error:
+        known = not getattr(error, "show_traceback", True) and not isinstance(error, SweepFailed)
+        if SweepRecord.folder is None or not known:
+            raise
+        jobs = read_jobs(SweepRecord.folder)
+        failed = sum(job.status == "failed" for job in jobs)
+        raise SweepFailed(
+            f"{failed} of {len(jobs)} jobs failed; their whole messages: {SweepRecord.folder / JOBS}"
+        ) from error
     finally:
         if SweepRecord.folder is not None:
             print(finish(SweepRecord.folder), flush=True)

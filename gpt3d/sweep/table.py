@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,8 +44,9 @@ def rows(jobs: Sequence[Job], reached: dict[int, Figures], sweep_dir: Path) -> l
 def best(jobs: Sequence[Job], objective: str) -> Job | None:
     """The finished job with the best objective: the lowest loss, or the most tokens/s."""
     sign = -1 if objective == "tokens_per_s" else 1
-    finished = [job for job in jobs if job.status == "done" and job.objective is not None]
-    return min(finished, key=lambda job: sign * (job.objective or 0.0), default=None)
+    reached = {job.number: job.objective for job in jobs if job.status == "done" and job.objective is not None}
+    finite = [job for job in jobs if math.isfinite(reached.get(job.number, math.nan))]
+    return min(finite, key=lambda job: sign * reached[job.number], default=None)
 
 
 def terminal(body: Sequence[Sequence[str]]) -> str:

@@ -53,7 +53,7 @@ METRICS = {
     "pipeline_bubble": Metric("speed", "share of forward_backward", "idle stages in this step; null without pipeline"),
     "tp_bytes": Metric("traffic", "bytes a step", "sent over TP by the fullest rank, counted as they are issued"),
     "pp_bytes": Metric("traffic", "bytes a step", "sent over PP by the fullest rank, counted as messages are sent"),
-    "dp_bytes": Metric("traffic", "bytes a step", "sent over DP by the fullest rank, by the planner's formula"),
+    "dp_bytes": Metric("traffic", "bytes a step", "sent over DP by the fullest rank, counted as DeepSpeed issues them"),
     "memory_gb": Metric("memory", "2^30 bytes", "highest so far on any rank: CUDA allocations; the process on CPU"),
     "memory_now_gb": Metric("memory", "2^30 bytes", "as `memory_gb`, at this moment"),
     "host_memory_gb": Metric("memory", "2^30 bytes", "highest resident size so far of any rank's process"),

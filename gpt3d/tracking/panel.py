@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import IO, cast
 
 from rich.console import Console as Terminal
 from rich.console import RenderableType
@@ -23,14 +25,24 @@ from gpt3d.tracking.sinks import Console, clock, short, validation_line
 BLOCKS = "▁▂▃▄▅▆▇█"
 REFRESHES = 4.0  # a second; drawn by a thread, from numbers that are there already
 SMALLEST = (44, 14)  # columns and rows below which one line has to do
+WIDE = 60  # columns from which the memory of a stage has room for all its words
 MOST_STAGES = 8  # of a long pipeline the fullest are shown
 MOST_LOSSES = 4096
 
 
 def new_console(config: RunConfig) -> Console:
-    """A live panel when the output is a terminal and `tracking.progress_bar` is on; else plain lines."""
-    live = config.tracking.progress_bar and sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+    """A live panel when the output is a terminal that can draw it and `tracking.progress_bar` is on; else lines."""
+    terminal = sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+    live = config.tracking.progress_bar and terminal and _can_write(BLOCKS)
     return LiveConsole(config.trainer.steps, config.run_name) if live else Console(config.trainer.steps)
+
+
+def _can_write(letters: str) -> bool:
+    try:
+        letters.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class LiveConsole(Console):
@@ -47,7 +59,7 @@ class LiveConsole(Console):
         self.losses: list[float] = []
         self.validation: float | None = None
         self.moment = self.begun  # of the last line, from which the time left is counted down
-        self.terminal = Terminal(file=sys.stdout, highlight=False, soft_wrap=False)
+        self.terminal = Terminal(file=cast("IO[str]", self.out), highlight=False, soft_wrap=False)
         self.live: Live | None = None
 
     def advance(self, steps: int = 1) -> None:
@@ -114,31 +126,48 @@ class LiveConsole(Console):
             f"data wait {100 * (m['data_wait'] or 0):.1f}%",
             f"bubble {100 * bubble:.1f}%" if (bubble := m.get("pipeline_bubble")) is not None else "",
         ]
-        yield Text("   ".join(filter(None, words)))
-        yield memory_table(m, min(most_stages, MOST_STAGES))
+        yield Text("\n".join(flow(list(filter(None, words)), width)))
+        yield memory_table(m, min(most_stages, MOST_STAGES), width)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as `width` blocks at most, each the mean of some neighbours; the lowest is the lowest block."""
+    """The values as `width` blocks at most, each the mean of some neighbours; the lowest is the lowest block.
+
+    What is no finite number is drawn as "!".
+    """
     if not values or width < 1:
         return ""
     count = min(width, len(values))
     edges = [i * len(values) // count for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
+    finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
+    low, span = min(finite), max(finite) - min(finite)
+    top = len(BLOCKS) - 1
+    # Divided first: the reciprocal of a tiny span would overflow.
+    return "".join(BLOCKS[round((x - low) / (span or 1.0) * top)] if math.isfinite(x) else "!" for x in means)
 
 
-def memory_table(m: Metrics, most: int) -> Table:
+def flow(items: Sequence[str], width: int) -> list[str]:
+    """The items in lines of at most `width` columns, none of them broken if it fits one."""
+    lines: list[str] = []
+    for item in items:
+        if lines and len(lines[-1]) + 3 + len(item) <= width:
+            lines[-1] += f"   {item}"
+        else:
+            lines.append(item)
+    return lines
+
+
+def memory_table(m: Metrics, most: int, width: int) -> Table:
     """Memory of each stage, now and at its highest; of a long pipeline the `most` fullest stages."""
     table = Table.grid(padding=(0, 2))
+    wide = width >= WIDE
     stages = sum(name.startswith("memory_gb_stage_") for name in m)
     suffixes = [f"_stage_{i}" for i in range(stages)] or [""]
     fullest = sorted(suffixes, key=lambda suffix: -(m[f"memory_gb{suffix}"] or 0))[:most]
     for suffix in sorted(fullest, key=suffixes.index):
         peak, now = m[f"memory_gb{suffix}"] or 0.0, m[f"memory_now_gb{suffix}"] or 0.0
-        bar = ProgressBar(total=max(float(m["memory_gb"] or 0), 1e-9), completed=now, width=12)
-        name = suffix.replace("_", " ").strip() or "all ranks"
-        table.add_row(Text(f"memory {name}", no_wrap=True), bar, Text(f"{now:.2f} GB, peak {peak:.2f}", no_wrap=True))
+        bar = ProgressBar(total=max(float(m["memory_gb"] or 0), 1e-9), completed=now, width=12 if wide else 5)
+        name = "memory " * wide + (suffix.replace("_", " ").strip() or "all ranks")
+        table.add_row(Text(name, no_wrap=True), bar, Text(f"{now:.2f} GB, peak {peak:.2f}", no_wrap=True))
     return table

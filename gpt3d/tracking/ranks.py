@@ -15,11 +15,11 @@ from gpt3d.parallel.layout import Layout
 from gpt3d.tracking.metrics import Metrics
 
 MEMORY = ("memory_gb", "memory_now_gb", "host_memory_gb", "host_memory_now_gb")
-SENT = ("tp_bytes", "pp_bytes")
+SENT = ("tp_bytes", "pp_bytes", "dp_bytes")
 NODE = ("node_cpu", "node_memory", "node_gpu", "node_gpu_watts")
 
 
-def rank_metrics(device: Device, layout: Layout, sent: tuple[float, float]) -> Metrics:
+def rank_metrics(device: Device, layout: Layout, sent: tuple[float, ...]) -> Metrics:
     """The highest of all ranks: memory, of each pipeline stage too, and `sent`. Collective, one all-reduce."""
     own, host, stages = device.memory_stats(), host_memory_stats(), layout.pp.size
     memory = [own.peak, own.allocated, host.peak, host.allocated]

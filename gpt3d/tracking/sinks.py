@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
 from collections.abc import Callable, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from gpt3d.tracking.metrics import Metrics
+from gpt3d.tracking.terminal import LastingOutput
 
 
 class Console:
-    """One line a logged step."""
+    """One line a logged step. A terminal that has gone, or cannot show a letter, never stops the run."""
 
     def __init__(self, total_steps: int) -> None:
-        self.total = total_steps
+        self.total, self.out = total_steps, LastingOutput()
 
     def advance(self, steps: int = 1) -> None:
         """So many more steps are done."""
@@ -29,14 +32,14 @@ class Console:
 
     def print(self, text: str) -> None:
         """A line of text."""
-        print(text, flush=True)
+        print(text, file=self.out, flush=True)
 
     def close(self) -> None:
         """Nothing more comes."""
 
 
 class JsonLines:
-    """Appends each dictionary as one line, flushed at once, with the wall-clock time [s since 1970].
+    """Appends each dictionary as one line, at once, with the wall-clock time [s since 1970].
 
     What is not finite is written as null, so that every reader of JSON can read it. `lines`: how many the file has.
     A file that cannot be written (a full disk) costs one warning; the lines are kept and tried again with the next.
@@ -44,24 +47,34 @@ class JsonLines:
 
     def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
         self.path, self.say, self.failing = path, say, False
-        self.lines = sum(1 for _ in path.open("rb")) if path.is_file() else 0
-        self.file = path.open("a")
-
-    def log(self, metrics: Metrics) -> None:
-        self.append({k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()})
+        self.file: FileIO | None = None
+        self.lines, last = 0, b"\n"
+        if path.is_file():
+            with contextlib.suppress(OSError), path.open("rb") as earlier:
+                for line in earlier:
+                    self.lines, last = self.lines + 1, line
+        self.waiting = b"" if last.endswith(b"\n") else b"\n"  # an earlier start was killed within a line
+        self._write()
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """One line; `entry` is plain data."""
-        self.file.write(json.dumps({"time": round(time.time(), 3), **entry}) + "\n")
-        self._attempt(self.file.flush)
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
+        self.waiting += json.dumps({"time": round(time.time(), 3), **finite}).encode() + b"\n"
         self.lines += 1
+        self._write()
 
     def close(self) -> None:
-        self._attempt(self.file.close)
+        """Nothing more comes."""
+        self._write()
+        if self.file is not None:
+            self.file.close()
 
-    def _attempt(self, action: Callable[[], None]) -> None:
+    def _write(self) -> None:
+        """Unbuffered, so that what fails is known here and what was written is not written again."""
         try:
-            action()
+            self.file = self.file or self.path.open("ab", buffering=0)
+            while self.waiting:
+                self.waiting = self.waiting[self.file.write(self.waiting) :]
             self.failing = False
         except OSError as error:
             if not self.failing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
@@ -83,7 +84,7 @@ class Tracker:
         """One dictionary to every sink."""
         if self.is_main:
             self.console.log(metrics)
-            self.jsonl.log(metrics)
+            self.jsonl.append(metrics)
             for sink in self.background:
                 sink.log(metrics)
 
@@ -145,6 +146,21 @@ class Tracker:
         settings: Any = OmegaConf.to_container(OmegaConf.structured(self.config))
         return {**settings, "parameters": parameter_count(self.config.model), "plan": self.plan,
                 "environment": describe_environment()}  # fmt: skip
+
+
+def record_failure(run_dir: Path, failure: Exception, report: bool) -> None:
+    """The supervisor's word on a run that it has ended, in events.jsonl and report.html.
+
+    A rank 0 that was killed has said nothing, and one whose peer was killed knows of a lost connection only.
+    """
+    events = JsonLines(run_dir / "events.jsonl")
+    events.append({"event": "failed", "why": (str(failure).splitlines() or [type(failure).__name__])[0]})
+    events.close()
+    if report:
+        from gpt3d.reporting.write import write_report
+
+        with contextlib.suppress(Exception):  # the failure itself is what is to be heard
+            write_report([run_dir], run_dir / "report.html", pictures=False)
 
 
 def _first_line(error: BaseException) -> str:

@@ -34,6 +34,7 @@ from gpt3d.parallel.placement import Placement, placement_of
 from gpt3d.parallel.split_backward import WeightGradients, backward_input
 from gpt3d.zero.ds_config import derive_ds_config
 from gpt3d.zero.engine import DTYPES, OnGradients, StepResult, parameter_groups, tied_parameters
+from gpt3d.zero.sent import count_sent
 
 
 class DeepSpeedEngine:
@@ -52,6 +53,7 @@ class DeepSpeedEngine:
             mpu=_ModelParallelUnit(layout),
             dist_init_required=False,
         )[0]
+        count_sent(layout.dp)
         self.optimizer: Any = self.engine.optimizer
         if config.precision.dtype == "fp16":
             # private: at the lowest scale it would raise; how many skipped steps are too many is the trainer's decision

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def test_the_fastest_is_best_when_speed_is_asked_for(tmp_path: Path) -> None:
     begin(tmp_path, objective="tokens_per_s")
     add_job(tmp_path, ["seed=2"], 2.0, objective=50.0)
     add_job(tmp_path, ["seed=3"], 3.0, objective=100.0)
+    assert "best    job 1" in finish(tmp_path)
+
+
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    begin(tmp_path)
+    add_job(tmp_path, ["seed=2"], math.nan, objective=math.nan)
+    assert "best" not in finish(tmp_path)
+    add_job(tmp_path, ["seed=3"], 3.0, objective=3.0)
     assert "best    job 1" in finish(tmp_path)
 
 

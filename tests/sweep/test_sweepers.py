@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from gpt3d.config.cli import run_cli
 from gpt3d.config.problems import ConfigError, Problem
 from gpt3d.config.schema import RunConfig
+from gpt3d.launch import RankFailed
 from gpt3d.sweep.end import table_at_end
 from gpt3d.sweep.jobs import SweepFailed
 from gpt3d.sweep.record import SweepRecord
+from gpt3d.train import make_run_dir
 
 Sweep = Callable[..., list[dict[str, str]]]
 
@@ -26,13 +29,13 @@ Sweep = Callable[..., list[dict[str, str]]]
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     """sweep(task, *overrides): the rows of the table that the sweep leaves, whatever its end."""
 
-    def run(task: Callable[[RunConfig], Any], *overrides: str) -> list[dict[str, str]]:
+    def run(task: Callable[[RunConfig], Any], *overrides: str, **options: Any) -> list[dict[str, str]]:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(SweepRecord, "folder", None)
         monkeypatch.setattr(sys, "argv", ["train", "-m", "hydra.sweep.dir=sweep", *overrides])
         try:
             with table_at_end():
-                run_cli(task, "")
+                run_cli(task, "", **options)
         finally:
             rows = (
                 list(csv.DictReader((tmp_path / "sweep/sweep.csv").open()))
@@ -117,6 +120,18 @@ def test_a_grid_goes_on_after_a_failure_and_has_its_table(
     assert "best    job 1: optimizer.lr=0.01" in capsys.readouterr().out
 
 
+def test_the_table_is_the_last_to_be_seen_not_a_job_s_traceback(
+    sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(config: RunConfig) -> float:
+        raise RankFailed(f"rank {config.seed} failed\nTraceback ...", config.seed, "ValueError")
+
+    with pytest.raises(SweepFailed, match=r"2 of 2 jobs failed; their whole messages: .*/sweep/jobs$"):
+        sweep(broken, "seed=0,1")
+    shown = capsys.readouterr()
+    assert shown.err.count("sweep   job 1 failed: rank 1 failed\n") == 1 and "failed: rank 0 failed" in shown.out
+
+
 def test_an_interrupted_sweep_has_its_table(sweep: Sweep, tmp_path: Path) -> None:
     def interrupted(config: RunConfig) -> float:
         if config.seed == 2:
@@ -127,6 +142,17 @@ def test_an_interrupted_sweep_has_its_table(sweep: Sweep, tmp_path: Path) -> Non
         sweep(interrupted, "seed=1,2,3")
     rows = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
     assert [row["status"] for row in rows] == ["done", "interrupted"]
+
+
+def test_the_folder_of_a_job_names_the_layout_that_the_planner_took(sweep: Sweep, tmp_path: Path) -> None:
+    def folder(config: RunConfig) -> float:
+        path = Path(make_run_dir(config)["run_dir"])
+        assert path.name == Path(HydraConfig.get().runtime.output_dir).name == f"{config.seed}_tiny-tp2-pp1-zero1"
+        return 1.0
+
+    rows = sweep(folder, "parallel=auto", "seed=0,1", resolve=lambda config: ["parallel.tp=2", "parallel.pp=1"])
+    assert [row["folder"] for row in rows] == [str(tmp_path / f"sweep/{i}_tiny-tp2-pp1-zero1") for i in (0, 1)]
+    assert all((Path(row["folder"]) / "config.yaml").is_file() for row in rows)
 
 
 @pytest.mark.parametrize(

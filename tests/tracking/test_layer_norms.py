@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from gpt3d.config.arithmetic import num_microbatches
+from gpt3d.model.flops import parameter_count
 from gpt3d.tracking.metrics import metric
 from gpt3d.verification.cases import LLAMA, SEQ, Case
 from gpt3d.verification.compare import batch
 from tests.zero.steps import new_learner, own_rows
 
 World = Callable[..., list[Any]]
-Seen = tuple[dict[str, float], float, tuple[float, float]]
+Seen = tuple[dict[str, float], float, tuple[float, ...]]
 
 
 def watched(case: Case) -> Seen:
@@ -67,10 +69,32 @@ def test_bytes_are_those_of_the_formulas(world: World) -> None:
     ranks = world(watched, Case(pp=2, zero=0, family="llama"), n=2)
     rows = len(batch(0)[0])
     message = SEQ * rows * LLAMA.hidden_size * 4
-    assert [sent for *_, sent in ranks] == [(0.0, message), (0.0, message)]
+    assert [sent for *_, sent in ranks] == [(0.0, message, 0.0), (0.0, message, 0.0)]
     ranks = world(watched, Case(tp=2, zero=0, family="llama"), n=2)
     layers = len([name for name in ranks[0][0] if name.startswith("activation")])
     tokens = SEQ * rows * 4
     peak_and_sums = 3 * tokens  # of the cross-entropy
     want = (4 * layers + 2) * message + peak_and_sums  # an all-reduce on 2 ranks sends the buffer once
-    assert [sent for *_, sent in ranks] == [(want, 0.0)] * 2
+    assert [sent for *_, sent in ranks] == [(want, 0.0, 0.0)] * 2
+
+
+def sent(case: Case) -> tuple[float, ...]:
+    """Bytes a step in two steps after the first, in which ZeRO-3 learns what comes next."""
+    config = case.config()
+    learner = new_learner(config)
+    for step in range(3):
+        learner.step(own_rows(learner.layout, batch(step), config.trainer.micro_batch_size), 1e-3)
+        if step == 0:
+            learner.take_sent(1)
+    return learner.take_sent(2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_deepspeed_sends_is_counted(world: World, stage: int) -> None:
+    """fp32 and two ranks: an all-reduce sends its buffer once, gather and scatter half of it; two scalars beside."""
+    case = Case(dp=2, zero=stage, family="llama")
+    parameters, microbatches = parameter_count(case.config().model), num_microbatches(case.config(), 2)
+    once = 4 * parameters
+    want = [once, 1.5 * once, microbatches * once + once / 2, microbatches * once][stage]
+    for tp, pp, dp in world(sent, case, n=2):
+        assert (tp, pp) == (0.0, 0.0) and want <= dp < 1.01 * want

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,28 +48,52 @@ def test_trackers_get_finite_values_in_groups() -> None:
         metric("nobody_documented_this")
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
 def test_jsonl_is_json_for_every_reader_and_counts_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):
         sink = JsonLines(path)
-        sink.log({"step": 1, "grad_norm": math.inf, "loss": math.nan, "mfu": None})
+        sink.append({"step": 1, "grad_norm": math.inf, "loss": math.nan, "mfu": None})
         sink.close()
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-    assert [(m["step"], m["grad_norm"], m["loss"]) for m in lines] == [(1, None, None)] * 2
+    assert [(m["step"], m["grad_norm"], m["loss"]) for m in read(path)] == [(1, None, None)] * 2
     assert JsonLines(path).lines == 2
 
 
-def test_a_full_disk_costs_one_warning() -> None:
+def test_a_start_after_half_a_line_begins_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    sink = JsonLines(path)
+    sink.append({"step": 2})
+    sink.close()
+    assert [line["step"] for line in map(json.loads, path.read_text().splitlines()[2:])] == [2] and sink.lines == 3
+
+
+@pytest.mark.parametrize("values", [1, 1000], ids=["short", "longer than any buffer"])
+def test_a_full_disk_costs_one_warning(values: int) -> None:
     said: list[str] = []
     sink = JsonLines(Path("/dev/full"), said.append)
     for step in range(3):
-        sink.log({"step": step})
+        sink.append({"step": step, **{f"gradient_norm_layer_{i}": 1 / 3 for i in range(values)}})
     sink.close()
     assert said == ["warning: /dev/full cannot be written (No space left on device)"]
+
+
+def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = tmp_path / "gone" / "metrics.jsonl"
+    sink = JsonLines(path, said.append)
+    for step in range(3):
+        sink.append({"step": step})
+    path.parent.mkdir()
+    sink.append({"step": 3})
+    sink.close()
+    assert [line["step"] for line in read(path)] == [0, 1, 2, 3] and len(said) == 1
 
 
 def test_perplexity_is_finite() -> None:

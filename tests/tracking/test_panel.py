@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import io
+import math
 import os
 import pty
 import re
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -49,6 +52,18 @@ try:
 finally:
     console.close()
 print("after")
+"""
+ONLY_THE_CONSOLE = f"""
+import time
+from gpt3d.tracking.panel import LiveConsole
+console = LiveConsole(100, "my[run]")
+console.print("before")
+for step in range(60):
+    console.advance()
+    console.log({LINE!r})
+    time.sleep(0.01)
+    console.print(f"line {{step}}")
+console.close()
 """
 
 
@@ -101,6 +116,21 @@ def test_a_terminal_that_becomes_too_small_gets_one_line() -> None:
     assert "100/200" in text and "after" in text
 
 
+@pytest.mark.parametrize("opened, seen", [(os.pipe, b"before"), (pty.openpty, b"elapsed")])
+def test_a_terminal_that_goes_away_ends_nothing(opened: Callable[[], tuple[int, int]], seen: bytes) -> None:
+    mine, theirs = opened()
+    env = {**os.environ, "TERM": "xterm-256color"}
+    process = subprocess.Popen([sys.executable, "-c", ONLY_THE_CONSOLE], stdout=theirs, stderr=subprocess.PIPE, env=env)
+    os.close(theirs)
+    got = b""
+    while seen not in got:
+        got += os.read(mine, 65536)
+    os.close(mine)
+    said = process.communicate(timeout=30)[1].decode()
+    assert process.returncode == 0, said
+    assert said.count("the terminal can't be written to") == 1 and "Error" not in said.replace("[Errno", ""), said
+
+
 @given(st.integers(1, 150), st.integers(1, 40))
 def test_any_size_is_drawn_within_it(columns: int, rows: int) -> None:
     console = LiveConsole(100, "a long title of a run that does not fit")
@@ -110,6 +140,27 @@ def test_any_size_is_drawn_within_it(columns: int, rows: int) -> None:
         drawn = console.terminal.render_lines(console.render(), pad=False)
         lines = ["".join(segment.text for segment in line) for line in drawn]
         assert all(len(line) <= columns for line in lines) and len(lines) <= rows
+
+
+def test_letters_that_the_terminal_does_not_have(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    console = new_console(make())
+    console.print("caf\u00e9")
+    assert type(console) is Console and written.getvalue() == b"caf?\n"
+
+
+@pytest.mark.parametrize("columns", [44, 60, 100])
+def test_a_narrow_panel_cuts_no_number(columns: int) -> None:
+    console = LiveConsole(100, "run")
+    console.terminal = Terminal(width=columns, height=30, force_terminal=True, color_system=None)
+    console.seen, console.losses = LINE | {"memory_gb_stage_1": 123.0, "memory_now_gb_stage_1": 121.5}, [3.0]
+    drawn = console.terminal.render_lines(console.render(), pad=False)
+    text = "\n".join("".join(segment.text for segment in line) for line in drawn)
+    words = ("grad norm 1.000", "1,000 tokens/s (500 a device)", "data wait 10.0%", "stage 1", "121.50 GB, peak 123.00")
+    assert [word for word in words if word not in text] == [], text
 
 
 def test_plain_lines_without_a_terminal_and_when_asked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +181,14 @@ def test_sparkline(values: list[float], width: int) -> None:
         assert drawn[values.index(min(values))] == "▁" and drawn[values.index(max(values))] == "█"
 
 
+def test_sparkline_of_extreme_values() -> None:
+    assert sparkline([0.0, 2.2e-313], 2) == "▁█"
+    assert sparkline([3.0, math.nan, 2.0, math.inf], 4) == "█!▁!"
+    assert sparkline([math.nan] * 4, 2) == "!!"
+
+
 def test_of_a_long_pipeline_the_fullest_stages_are_shown() -> None:
     stages = {f"memory_gb_stage_{i}": float(i) for i in range(64)} | {
         f"memory_now_gb_stage_{i}": 0.0 for i in range(64)
     }
-    assert memory_table({**LINE, **stages}, 8).row_count == 8
+    assert memory_table({**LINE, **stages}, 8, 100).row_count == 8
