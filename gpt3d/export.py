@@ -180,11 +180,13 @@ def check(source: Path, target: Path, config: RunConfig) -> str:
         return said + f"logits not compared: they need {1.2 * need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB is free"
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
     except ImportError:
         return said + "logits not compared: pip install transformers, and export again"
     length = min(CHECKED_TOKENS, config.model.max_seq_len)
     ids = torch.randint(0, config.model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     ours = our_logits(config, lambda name: read(name, (0,) * len(shapes[name]), shapes[name]), ids)
+    logging.disable_progress_bar()
     loaded: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
     theirs, info = loaded
     if info["missing_keys"] or info["unexpected_keys"]:

@@ -10,5 +10,6 @@ their global shape, cut into whatever pieces the ranks owned when it was saved:
     COMMITTED           sizes and checksums of the three above; written last
 
 pieces.py (geometry), planner.py and storage.py (torch's distributed-checkpoint protocol), folder.py (names, commit,
-retention) and settings.py (what may change at resume) know nothing of each other's work; checkpointer.py joins them.
+retention), lock.py (one run in a folder) and settings.py (what may change at resume) know nothing of each other's
+work; checkpointer.py joins them.
 """

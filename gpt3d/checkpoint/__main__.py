@@ -57,12 +57,14 @@ def show_checkpoint(path: Path, tensors: bool) -> int:
 
 
 def verify(path: Path) -> int:
-    """Check everything; 1 if something is damaged."""
+    """Check everything; 1 if something is damaged, or of a format that is not known here."""
     try:
         saved = SavedTensors(path)
         damages = list(saved.damages())
     except CorruptCheckpoint as error:
         damages = [str(error)]
+    except ConfigError as error:
+        damages = [f"{problem.value}: {problem.why}" for problem in error.problems]
     if damages:
         print("\n".join(damages))
         return 1

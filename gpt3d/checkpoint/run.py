@@ -47,7 +47,7 @@ class RunCheckpoints:
         if not found and self.config.init_from is not None:
             self.files.begin_with(Path(self.config.init_from))
             self.learner.check_copies()
-            self.say(f"starting from the weights in {self.config.init_from}")
+            self.say("\n".join([*notes, f"starting from the weights in {self.config.init_from}"]))
             return None
         if not found:
             if wanted == "auto":

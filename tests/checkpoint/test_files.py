@@ -131,7 +131,7 @@ def test_only_exact_names_with_a_mark_count(checkpoint: Path) -> None:
         shutil.copytree(checkpoint, root / name)
     shutil.copytree(checkpoint, root / step_name(6))
     (root / step_name(6) / folder.MARK).unlink()
-    assert committed(root) == [checkpoint]
+    assert committed(root) == [checkpoint] and folder.unmarked(root) == [root / step_name(6)]
     with pytest.raises(CorruptCheckpoint, match="incomplete"):
         read_state(root / step_name(6))
     sweep(root)

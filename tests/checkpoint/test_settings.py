@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from gpt3d.checkpoint import folder
+from gpt3d.checkpoint.__main__ import main
 from gpt3d.checkpoint.lock import RunLock
 from gpt3d.checkpoint.settings import candidates, check_data, check_settings, check_start, plain
 from gpt3d.config.arithmetic import World
@@ -113,18 +114,30 @@ def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 def committed_at(root: Path, state: dict[str, Any], step: int = 5) -> Path:
     """A checkpoint without tensors."""
     (root / ".tmp-1").mkdir(parents=True)
-    (root / ".tmp-1" / folder.INDEX).write_text("{}")
+    (root / ".tmp-1" / folder.INDEX).write_text('{"tensors": {}, "files": {}}')
     path = root / folder.step_name(step)
     folder.commit(root / ".tmp-1", path, {folder.STATE: json.dumps(state)})
     return path
 
 
-def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not taken for damage: falling back to an older checkpoint would lose what was trained since."""
     newer = committed_at(tmp_path / "checkpoints", {"format": folder.FORMAT + 1})
     committed_at(tmp_path / "checkpoints", {"format": folder.FORMAT}, step=3)
     with pytest.raises(ConfigError, match=f"{newer}: is of format 2, and this version of gpt3d reads 1"):
         check_start(resume("auto", str(tmp_path)))
+    assert main(["verify", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "is of format 2" in lines[0] and len(lines) == 2, "the older one is looked at as well"
+
+
+def test_going_on_needs_no_initial_weights_any_more(tmp_path: Path) -> None:
+    config = resume("auto", str(tmp_path))
+    config.init_from = str(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"init_from=.*no such folder"):
+        check_start(config)
+    committed_at(tmp_path / "checkpoints", {"format": 1, "config": plain(configured()), "progress": {"step": 5}})
+    check_start(config)
 
 
 def test_fewer_steps_than_are_done_are_refused() -> None:
