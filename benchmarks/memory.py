@@ -44,6 +44,8 @@ CASES = {
         *(Case("llama", dp=2, zero=stage, **BF16) for stage in (1, 2, 3)),
         *(Case("llama", dp=2, zero=stage) for stage in (1, 2, 3)),
         *(Case("gpt", dp=2, zero=stage, **ALL_BF16) for stage in (1, 2, 3)),
+        Case("llama", dp=2, zero=1, offload_optimizer="cpu"),
+        *(Case("llama", dp=2, zero=stage, offload_optimizer="cpu", **BF16) for stage in (2, 3)),
     ]
 }
 QUICK = tuple(map(str, (
@@ -59,6 +61,7 @@ def small(case: Case) -> RunConfig:
     config.model = dataclasses.replace(config.model, **changes)  # type: ignore[arg-type]
     config.data.seq_len, config.trainer.micro_batch_size = 128, 2
     config.trainer.global_batch_size = 2 * case.dp * 2 * case.pp
+    config.zero.pin_memory = False
     config.zero.reduce_bucket_size = config.zero.allgather_bucket_size = config.zero.prefetch_bucket_size = 20_000
     return config
 
@@ -92,8 +95,10 @@ def compared(names: Sequence[str], results: Sequence[Sequence[Measured]]) -> lis
     for i, name in enumerate(names):
         case, config = CASES[name], small(CASES[name])
         for rank, measured in enumerate(results):
-            planned = stage_memory(config, case.dp, rank // (case.tp * case.dp), on_cpu=True)
-            rows.append(Row(name, rank, measured[i].peak, dry_run(config, case.dp, rank).peak, planned.device))
+            stage, copy = rank // (case.tp * case.dp), rank // case.tp % case.dp
+            planned = stage_memory(config, case.dp, stage, on_cpu=True, copy=copy)
+            dry = dry_run(config, case.dp, rank).peak + planned.host  # here device and host are one memory
+            rows.append(Row(name, rank, measured[i].peak, dry, planned.device + planned.host))
     return rows
 
 

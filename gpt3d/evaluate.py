@@ -11,6 +11,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,15 @@ from gpt3d.checkpoint.planner import CheckpointError
 from gpt3d.config.load import to_typed
 from gpt3d.config.problems import ConfigError
 from gpt3d.config.schema import RunConfig
-from gpt3d.data import build_data, validation_batches
+from gpt3d.data import build_data, prepare, validation_batches
 from gpt3d.data.errors import DataError
 from gpt3d.data.tokenizer import Tokenizer
 from gpt3d.harness import HarnessError, evaluate_tasks
-from gpt3d.inference import TrainedModel, open_model
+from gpt3d.inference import TrainedModel, open_model, saved_config
+from gpt3d.launch import RankFailed, run_ranks
 from gpt3d.parallel import device
+
+ANSWERED = (CheckpointError, CorruptCheckpoint, DataError, HarnessError, RankFailed, device.DeviceError, OSError)
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,57 @@ class Score:
     unigram_entropy: float | None
 
 
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the model at `source`, on each of its ranks: `tasks`, or else the loss."""
+
+    source: Path
+    overrides: tuple[str, ...]
+    batches: int | None
+    tasks: tuple[str, ...]
+    task_dir: Path | None
+    limit: int | None
+    tp: int
+    dtype: str | None
+    device: str
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command; its exit code."""
+    given = _parser().parse_intermixed_args(arguments)
+    if problems := _problems(given):
+        print("\n".join(problems), file=sys.stderr)
+        return 2
+    try:
+        source = settings.named(given.run, "RUN")[0]
+        kind = device.kind(given.device)
+        config = _with_overrides(saved_config(source, given.dtype, given.tp, kind), given.overrides)
+        tasks = tuple(given.tasks.split(",")) if given.tasks else ()
+        request = Request(
+            source, tuple(given.overrides), given.batches, tasks, given.task_dir, given.limit,
+            given.tp, given.dtype, kind,
+        )  # fmt: skip
+        if given.tp == 1:
+            result = answer(request)
+        else:
+            if not tasks:
+                prepare(config)  # once, and not by each rank
+            result = run_ranks(answer, request, nprocs=given.tp, device=kind)[0]
+        print(task_table(result) if tasks else _in_words(result, source))
+        if given.json:
+            given.json.write_text(json.dumps({"checkpoint": str(source), **result}, indent=2) + "\n")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except ANSWERED as error:
+        print(f"gpt3d: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m gpt3d.evaluate",
         description="Loss of a trained model on held-out text, and tasks of lm-evaluation-harness.",
@@ -60,33 +113,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--task-dir", type=Path, help="a folder with task files (YAML) of your own")
     parser.add_argument("--limit", type=int, help="questions of each task (default: all)")
     parser.add_argument("--json", type=Path, help="write the result there as well")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of this machine to cut the model over (default 1)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="number format; default: of the training")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    given = parser.parse_intermixed_args(arguments)
-    if problems := _problems(given):
-        print("\n".join(problems), file=sys.stderr)
-        return 2
-    try:
-        source = settings.named(given.run, "RUN")[0]
-        model = open_model(source, given.dtype, 1, device.kind(given.device))
-        if given.tasks:
-            result: dict[str, Any] = evaluate_tasks(model, given.tasks.split(","), given.task_dir, given.limit)
-            print(task_table(result))
-        else:
-            config = _with_overrides(model.config, given.overrides)
-            begun = time.perf_counter()
-            score = evaluate(model, config, given.batches)
-            result = asdict(score)
-            print(_in_words(score, source, time.perf_counter() - begun))
-        if given.json:
-            given.json.write_text(json.dumps({"checkpoint": str(source), **result}, indent=2) + "\n")
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except (CheckpointError, CorruptCheckpoint, DataError, HarnessError, device.DeviceError, OSError) as error:
-        print(f"gpt3d: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return parser
+
+
+def answer(request: Request) -> dict[str, Any]:
+    """On each rank: load, and find what is asked for; the same on all of them."""
+    model = open_model(request.source, request.dtype, request.tp, request.device)
+    if request.tasks:
+        result = evaluate_tasks(model, list(request.tasks), request.task_dir, request.limit)
+    else:
+        begun = time.perf_counter()
+        config = _with_overrides(model.config, request.overrides)
+        result = asdict(evaluate(model, config, request.batches)) | {"seconds": time.perf_counter() - begun}
+    if request.tp > 1:
+        device.destroy_process_group()
+    return result
 
 
 def _problems(given: argparse.Namespace) -> list[str]:
@@ -96,20 +140,22 @@ def _problems(given: argparse.Namespace) -> list[str]:
         for override in given.overrides
         if not override.startswith(("data.", "trainer.micro_batch_size=")) or "=" not in override
     ]
-    for name, value, least in (("--batches", given.batches, 0), ("--limit", given.limit, 1)):
+    for name, value, least in (("--batches", given.batches, 0), ("--limit", given.limit, 1), ("--tp", given.tp, 1)):
         if value is not None and value < least:
             problems.append(f"{name}={value}: use at least {least}")
     if given.tasks and (given.overrides or given.batches is not None):
         problems.append("--tasks brings its own text: leave out --batches and key=value")
     if not given.tasks and (given.task_dir or given.limit is not None):
         problems.append("--task-dir and --limit are for --tasks=NAME,...")
+    if given.json and not given.json.absolute().parent.is_dir():
+        problems.append(f"--json={given.json}: there is no folder {given.json.parent}")
     return problems
 
 
-def _with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
+def _with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """The run's settings with some changed. Raises DataError for what is no setting."""
     try:
-        found = to_typed(OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(overrides)))
+        found = to_typed(OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(list(overrides))))
     except (OmegaConfBaseException, ValueError) as error:
         raise DataError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}") from None
     if found.data.seq_len > config.model.max_seq_len:
@@ -140,16 +186,17 @@ def _bytes(ids: np.ndarray, tokenizer: Tokenizer) -> int:
     return sum(len(tokenizer.decode(part[part != tokenizer.eod]).encode()) for part in documents)
 
 
-def _in_words(score: Score, source: Path, seconds: float) -> str:
+def _in_words(found: dict[str, Any], source: Path) -> str:
     lines = [
         f"model       {source}",
-        f"loss        {score.loss:.4f} nats a token, over {score.tokens:,} tokens of held-out text ({seconds:.1f} s)",
-        f"perplexity  {score.perplexity:,.2f}",
+        f"loss        {found['loss']:.4f} nats a token, over {found['tokens']:,} tokens of held-out text "
+        f"({found['seconds']:.1f} s)",
+        f"perplexity  {found['perplexity']:,.2f}",
     ]
-    if score.bits_per_byte is not None:
-        lines.append(f"bits/byte   {score.bits_per_byte:.4f}")
-    if score.unigram_entropy is not None:
-        lines.append(f"unigram     {score.unigram_entropy:.4f} nats a token: what word frequencies alone can give")
+    if found["bits_per_byte"] is not None:
+        lines.append(f"bits/byte   {found['bits_per_byte']:.4f}")
+    if found["unigram_entropy"] is not None:
+        lines.append(f"unigram     {found['unigram_entropy']:.4f} nats a token: what word frequencies alone can give")
     return "\n".join(lines)
 
 

@@ -7,10 +7,13 @@ from a checkpoint of any layout, and checked by comparing logits.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import math
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,14 @@ from torch import Tensor
 from gpt3d.checkpoint import huggingface, settings
 from gpt3d.checkpoint.blocks import CorruptCheckpoint
 from gpt3d.checkpoint.huggingface import NoEquivalent
-from gpt3d.checkpoint.initial import from_huggingface
+from gpt3d.checkpoint.initial import Region, from_huggingface
 from gpt3d.checkpoint.reader import SavedTensors
 from gpt3d.checkpoint.safetensors import INDEX, write_safetensors
 from gpt3d.config.load import to_typed
 from gpt3d.config.problems import ConfigError
 from gpt3d.config.schema import ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig, RunConfig
 from gpt3d.data.build import open_tokenizer
+from gpt3d.data.errors import DataError
 from gpt3d.data.tokenizer import JsonTokenizer, Tokenizer
 from gpt3d.data.vocabulary import byte_of_symbol
 from gpt3d.model.build import build_chunks
@@ -53,23 +57,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest file, GB of 10^9 bytes (default 5)")
     parser.add_argument("--no-check", action="store_true", help="don't compare logits")
     given = parser.parse_args(arguments)
+    if not given.shard_gb > 0:
+        print(f"--shard-gb={given.shard_gb}: use a number above 0", file=sys.stderr)
+        return 2
     try:
         source = settings.named(given.run, "RUN")[0]
-        config = export(source, given.to, given.dtype, given.shard_gb)
-        print(f"{given.to}: {huggingface.architecture(config.model)} of {source}")
-        if not given.no_check:
-            print(check(source, given.to, config))
+        print(export(source, given.to, given.dtype, given.shard_gb, checked=not given.no_check))
     except ConfigError as error:
-        print("\n".join(f"{problem.value}: {problem.why}" for problem in error.problems), file=sys.stderr)
-        return 2
-    except (CorruptCheckpoint, ExportError, NoEquivalent, OSError) as error:
         print(error, file=sys.stderr)
+        return 2
+    except (CorruptCheckpoint, DataError, ExportError, NoEquivalent, OSError) as error:
+        print(f"gpt3d: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
-def export(source: Path, target: Path, dtype: str | None = None, shard_gb: float = 5.0) -> RunConfig:
-    """Write the folder `target` from the checkpoint folder `source`; returns the run's configuration.
+def export(source: Path, target: Path, dtype: str | None = None, shard_gb: float = 5.0, checked: bool = False) -> str:
+    """Write the folder `target` from the checkpoint folder `source`; says what was done. `checked`: see `check`.
 
     One tensor is in memory at a time. Raises ExportError if `target` exists; nothing is left of a failed export.
     """
@@ -87,11 +93,12 @@ def export(source: Path, target: Path, dtype: str | None = None, shard_gb: float
         _write_weights(temporary, saved, config.model, DTYPES[dtype], shard_gb)
         _write_json(temporary / "config.json", described)
         _write_tokenizer(temporary, tokenizer, config.model.max_seq_len)
+        said = "\n" + check(source, temporary, config) if checked else ""
         temporary.rename(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return config
+    return f"{target}: {huggingface.architecture(config.model)} of {source}{said}"
 
 
 def _write_weights(folder: Path, saved: SavedTensors, model: ModelConfig, dtype: torch.dtype, shard_gb: float) -> None:
@@ -140,8 +147,8 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int) -> No
             "clean_up_tokenization_spaces": False,
         },
     )
-    ids = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
-    _write_json(folder / "generation_config.json", {**ids, "max_new_tokens": 128})
+    # no length: `max_new_tokens` here would win over the `max_length` that a caller gives
+    _write_json(folder / "generation_config.json", {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod})
 
 
 def _tokenizer_json(tokenizer: Tokenizer, eod: str) -> str:
@@ -162,52 +169,63 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def check(source: Path, target: Path, config: RunConfig) -> str:
     """Compare the exported model with the checkpoint; a line that says how. Raises ExportError if they differ.
 
-    The weights must be the checkpoint's, rounded; where `transformers` is installed, the logits of its model ours.
+    The weights must be the checkpoint's, rounded, which is seen one tensor after the other. The logits of the model in
+    `transformers` must be ours, where that is installed and the model fits into memory in fp32: one of them at a time.
     """
-    weights = _exported_weights(source, target, config.model)
-    length = min(CHECKED_TOKENS, config.model.max_seq_len)
-    ids = torch.randint(0, config.model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    ours = our_logits(config, weights, ids)
+    read = from_huggingface(target, config.model)
+    shapes = _check_weights(source, target, read, config.model)
     said = "check   weights are the checkpoint's; "
+    need, free = 4 * sum(math.prod(shape) for shape in shapes.values()), _free_memory()
+    if free is not None and 1.2 * need > free:
+        return said + f"logits not compared: they need {1.2 * need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB is free"
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
         return said + "logits not compared: pip install transformers, and export again"
+    length = min(CHECKED_TOKENS, config.model.max_seq_len)
+    ids = torch.randint(0, config.model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    ours = our_logits(config, lambda name: read(name, (0,) * len(shapes[name]), shapes[name]), ids)
     loaded: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
     theirs, info = loaded
     if info["missing_keys"] or info["unexpected_keys"]:
         raise ExportError(f"transformers finds other tensors than it expects: {info}")
     with torch.no_grad():
-        difference = float((theirs.eval()(ids).logits[0] - ours).abs().max())
-    if not difference < TOLERANCE * max(1.0, float(ours.abs().max())):
-        raise ExportError(f"{target} is another model: its logits in transformers differ from ours by {difference:.1e}")
-    return (
-        said + f"logits in transformers and here differ by at most {difference:.1e} (of {float(ours.abs().max()):.1f})"
-    )
+        difference, largest = float((theirs.eval()(ids).logits[0] - ours).abs().max()), float(ours.abs().max())
+    if not difference < TOLERANCE * max(1.0, largest):
+        raise ExportError(f"not exported: the logits in transformers would differ from ours by {difference:.1e}")
+    return said + f"logits in transformers and here differ by at most {difference:.1e} (of {largest:.1f})"
 
 
-def _exported_weights(source: Path, target: Path, model: ModelConfig) -> dict[str, Tensor]:
-    """Our global weights as read back from the exported folder, compared with the checkpoint's."""
-    region, saved, weights = from_huggingface(target, model), SavedTensors(source), dict[str, Tensor]()
+def _check_weights(source: Path, target: Path, read: Region, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Raise ExportError unless the folder holds the checkpoint's weights, rounded; their shapes by our names."""
+    saved, shapes = SavedTensors(source), dict[str, tuple[int, ...]]()
     dtype = getattr(torch, json.loads((target / "config.json").read_text())["dtype"])
     for name in dict.fromkeys(part.name for part in huggingface.parts(model).values()):
-        shape = saved.shape(f"weights/{name}")
-        weights[name] = region(name, (0,) * len(shape), shape)
-        if not torch.equal(weights[name], torch.from_numpy(saved.read(f"weights/{name}")).to(dtype).float()):
-            raise ExportError(f"{name} in {target} is not what {source} holds")
-    return weights
+        shape = shapes[name] = saved.shape(f"weights/{name}")
+        want = torch.from_numpy(saved.read(f"weights/{name}")).to(dtype).float()
+        if not torch.equal(read(name, (0,) * len(shape), shape), want):
+            raise ExportError(f"not exported: what was written of {name} is not what {source} holds")
+    return shapes
+
+
+def _free_memory() -> int | None:
+    """Bytes that this machine can still give; None where that is not known."""
+    with contextlib.suppress(OSError, KeyError, ValueError), open("/proc/meminfo") as file:
+        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in file)}
+        return 1024 * kib["MemAvailable"]
+    return None
 
 
 @torch.no_grad()
-def our_logits(config: RunConfig, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """Logits [s, v] in fp32 of our model with these global weights, on one process: ids [1, s]."""
+def our_logits(config: RunConfig, read: Callable[[str], Tensor], ids: Tensor) -> Tensor:
+    """Logits [s, v] in fp32 of our model, `read` giving its global weights by name, on one process: ids [1, s]."""
     single = dataclasses.replace(
         config, parallel=ParallelConfig(), pipeline=PipelineConfig(), precision=PrecisionConfig(dtype="fp32"),
         data=dataclasses.replace(config.data, seq_len=ids.shape[1]),
     )  # fmt: skip
     (chunk,) = build_chunks(single, single_process_layout())
     for parameter in chunk.parameters():
-        value = weights[placement_of(parameter).name]
+        value = read(placement_of(parameter).name)
         parameter[: len(value)].copy_(value)
     return chunk.eval()(ids, 0)[:, 0, : config.model.vocab_size].float()
 

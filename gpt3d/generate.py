@@ -88,6 +88,7 @@ def _problems(given: argparse.Namespace) -> list[str]:
         "--temperature": (given.temperature, given.temperature >= 0, "0 or more"),
         "--top-k": (given.top_k, given.top_k >= 0, "0 (all) or more"),
         "--top-p": (given.top_p, 0 < given.top_p <= 1, "above 0, at most 1 (all)"),
+        "--seed": (given.seed, -(2**63) <= given.seed < 2**63, "an integer of 64 bits"),
         "--tp": (given.tp, given.tp >= 1, "at least 1"),
     }
     return [f"{name}={value}: use {wanted}" for name, (value, good, wanted) in rules.items() if not good]

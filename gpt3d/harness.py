@@ -22,7 +22,10 @@ class HarnessError(RuntimeError):
 
 
 def evaluate_tasks(model: TrainedModel, tasks: list[str], folder: Path | None, limit: int | None) -> dict[str, Any]:
-    """The harness's result for these tasks, `folder` holding task files (YAML) beside its own."""
+    """The harness's result for these tasks, `folder` holding task files (YAML) beside its own.
+
+    TP ranks call it alike; the harness gives the result to the first alone, the others get an empty one.
+    """
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -35,10 +38,10 @@ def evaluate_tasks(model: TrainedModel, tasks: list[str], folder: Path | None, l
         manager = TaskManager(include_path=str(folder))  # reads the harness's thousands of files: half a minute
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise HarnessError(f"--tasks: no task is called {', '.join(unknown)}; lm_eval --tasks list shows all")
-    results: dict[str, Any] = lm_eval.simple_evaluate(
+    results: dict[str, Any] | None = lm_eval.simple_evaluate(
         model=_adapter(model), tasks=tasks, limit=limit, task_manager=manager, bootstrap_iters=0
     )
-    return {"results": results["results"], "samples": results["n-samples"]}
+    return {"results": results["results"], "samples": results["n-samples"]} if results else {}
 
 
 def _adapter(model: TrainedModel) -> Any:

@@ -19,7 +19,7 @@ from gpt3d.config.rules import check, memory
 from gpt3d.config.schema import ParallelConfig, PipelineConfig, PrecisionConfig, RunConfig, ZeroConfig
 from gpt3d.data.build import open_tokenizer
 from gpt3d.data.tokenizer import Tokenizer
-from gpt3d.generation import Sampling, draw
+from gpt3d.generation import Sampling, draw, streams
 from gpt3d.model.build import build_chunks
 from gpt3d.model.cache import KeyValueCache
 from gpt3d.model.documents import Documents
@@ -107,11 +107,11 @@ class TrainedModel:
     ) -> Iterator[list[int | None]]:
         lengths = [len(prompt) for prompt in prompts]
         cache = KeyValueCache(len(prompts), max(lengths) + tokens)
-        generator = torch.Generator().manual_seed(sampling.seed)
+        generators = streams(sampling.seed, len(prompts))
         next_logits = self._prefill(prompts, cache)
         ended = [False] * len(prompts)
         for _ in range(tokens):
-            ids = draw(next_logits.cpu(), sampling, generator)
+            ids = draw(next_logits.cpu(), sampling, generators)
             ended = [done or i == self.tokenizer.eod for done, i in zip(ended, ids, strict=True)]
             yield [None if done else i for done, i in zip(ended, ids, strict=True)]
             if all(ended):

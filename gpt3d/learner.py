@@ -66,6 +66,7 @@ class Learner:
         shape = (sequence, self.micro_batch_size, config.model.hidden_size)
         chunks = config.pipeline.chunks
         transport = connect(layout, shape, DTYPES[config.precision.dtype], ring=chunks > 1)
+        transport.meet()
         self.executor = Executor(layout, self.engine, transport, config.pipeline.schedule, chunks)
         rows = config.trainer.global_batch_size // layout.dp.size
         self.executor.plan(rows // self.micro_batch_size)  # an impossible schedule is refused before the first step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from gpt3d.planner.auto import choose
 from gpt3d.planner.machine import machine_of
 from gpt3d.planner.pictures import write_pictures
 from gpt3d.planner.remedies import for_layout, for_model
-from gpt3d.planner.report import MemoryPlan, memory_plan, memory_text, plan_data
+from gpt3d.planner.report import MemoryPlan, memory_plan, memory_text, plan_data, write_json
 from gpt3d.planner.search import Room, require_known, search
 from gpt3d.planner.search_report import remedy_data, search_data, search_text
 from gpt3d.planner.time_report import time_data, time_text
@@ -103,14 +103,11 @@ def _room(layout: MemoryPlan) -> Room:
 
 
 def _finish(config: RunConfig, text: str, data: dict[str, Any], good: bool) -> None:
+    failure = write_json(config, data)  # first: printing ends with its reader
     print(text)
-    if config.plan_json is not None:
-        try:
-            Path(config.plan_json).write_text(json.dumps(data, indent=2) + "\n")
-        except OSError as error:
-            sys.exit(f"gpt3d: plan_json={config.plan_json} can't be written: {error.strerror}")
-    sys.exit(0 if good else 1)
+    sys.exit(failure or (0 if good else 1))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends it without a word, as it ends any filter
     main()

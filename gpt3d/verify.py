@@ -35,10 +35,24 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--markdown", type=Path)
     options, overrides = parser.parse_known_args()
+    if options.seed is not None and options.sample is None:
+        parser.error("--seed goes with --sample; for another seed of the model write seed=...")
     if options.all or options.sample is not None:
         if overrides:
             parser.error(f"--all and --sample compare fixed layouts and take no overrides: {' '.join(overrides)}")
+        if options.all and options.sample is not None:
+            parser.error("--all compares every layout, --sample some: take one of them")
+        if options.sample is not None and options.sample < 0:
+            parser.error(f"--sample {options.sample}: how many layouts, 0 or more")
+        if options.markdown is not None:
+            try:
+                options.markdown.parent.mkdir(parents=True, exist_ok=True)
+                options.markdown.open("a").close()  # now: not after minutes
+            except OSError as error:
+                parser.error(f"--markdown {options.markdown} can't be written: {error.strerror}")
         sys.exit(verify_matrix(options.sample, options.seed, options.markdown))
+    if options.markdown is not None:
+        parser.error("--markdown goes with --all or --sample")
     plain = not any(argument.startswith("-") for argument in overrides)
     no_run_folder = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"] if plain else []
     sys.argv[1:] = [*overrides, *no_run_folder]
@@ -102,7 +116,6 @@ def verify_matrix(sample: int | None, seed: int | None, file: Path | None) -> in
         f"{len(verdicts) - len(wrong)} of {len(verdicts)} layouts are equal to one plain process; {minutes:.1f} minutes"
     )
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{TABLE_HEAD.format(count=len(verdicts))}\n\n{markdown(verdicts)}\n")
         print(f"table written to {file}")
     return 1 if wrong else 0
@@ -127,4 +140,8 @@ def device_for(config: RunConfig) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("gpt3d: interrupted", file=sys.stderr)
+        sys.exit(130)

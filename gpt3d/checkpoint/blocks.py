@@ -109,6 +109,11 @@ class VerifiedFile:
                     raise CorruptCheckpoint(f"{self.path} is damaged: checksum of its MiB {block} differs")
         return data[offset : offset + length]
 
+    def release(self) -> None:
+        """Give back the memory of the pages that were read; they are read again where they are needed again."""
+        if isinstance(self.map, mmap.mmap):
+            self.map.madvise(mmap.MADV_DONTNEED)
+
     def check_all(self) -> None:
         """Check the whole file."""
         self.read(0, self.sums.size)

@@ -20,6 +20,7 @@ from gpt3d.checkpoint.planner import CheckpointError, PieceLoadPlanner, PieceSav
 from gpt3d.checkpoint.state import HostCopy, held_state, owned_state
 from gpt3d.checkpoint.storage import RawReader, RawWriter
 from gpt3d.checkpoint.together import Together
+from gpt3d.config.problems import ConfigError
 from gpt3d.config.schema import RunConfig
 from gpt3d.parallel.layout import Layout
 from gpt3d.zero.fragments import OptimizerState, read_scaler, write_scaler
@@ -62,7 +63,7 @@ class Checkpointer:
         self.data: Mapping[str, str] = {}
         self.writer = ThreadPoolExecutor(1, "gpt3d-checkpoint")
         self.pending: Future[None] | None = None
-        self.failed_saves = 0
+        self.saved: str | None = None  # the folder that was committed last
 
     # -- saving
 
@@ -105,7 +106,6 @@ class Checkpointer:
                 self._warn(failure)
 
     def _warn(self, failure: SaveFailed) -> None:
-        self.failed_saves += 1
         self.say(
             f"WARNING: NO CHECKPOINT WAS WRITTEN: {failure}\n         Training goes on; the next one is tried as usual"
         )
@@ -124,7 +124,7 @@ class Checkpointer:
         try:
             results = writer.write_data(plan, planner).wait()
         except Exception as error:
-            failure = _failure(error, self.together.rank)
+            failure = _failure(error, self.together.rank, temporary)
         everybody = self.together.to_main((results, failure))
 
         def commit() -> Failure | None:
@@ -136,12 +136,14 @@ class Checkpointer:
                 folder.commit(temporary, self.root / name, texts)
                 return None
             except Exception as error:
-                return _failure(error, 0)
+                return _failure(error, 0, temporary)
 
         failure = self.together.main_decides(commit)
         if self.together.is_main:
             self._clean_up(temporary, keep=failure is None)
-        if failure is not None:
+        if failure is None:
+            self.saved = name
+        else:
             if failure.storage:
                 raise SaveFailed(failure.text)
             raise RuntimeError(f"saving the checkpoint {name} failed: {failure.text}")
@@ -225,6 +227,8 @@ class Checkpointer:
             planner.set_up_planner(held_state(self.optimizer, self.config.model), reader.read_metadata())
             reader.read_data(planner.create_local_plan(), planner)
             return None, state
+        except ConfigError as error:  # of a format that this version does not know
+            return Failure(str(error), False), {}
         except CheckpointError as error:
             return Failure(f"{path}: {error}", False), {}
         except (OSError, json.JSONDecodeError, CorruptCheckpoint) as error:
@@ -236,6 +240,7 @@ class Checkpointer:
         self.writer.shutdown()
 
 
-def _failure(error: Exception, rank: int) -> Failure:
+def _failure(error: Exception, rank: int, folder: Path) -> Failure:
     storage = isinstance(error, OSError | CorruptCheckpoint)
-    return Failure(f"rank {rank}: {error if storage else repr(error)}", storage)
+    where = f"{folder}: " if isinstance(error, OSError) and error.filename is None else ""  # a full disk names none
+    return Failure(f"rank {rank}: {where}{error if storage else repr(error)}", storage)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-FORMAT = 1
+from gpt3d.checkpoint.folder import FORMAT
 
 
 def describe(

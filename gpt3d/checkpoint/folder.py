@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from gpt3d.checkpoint.blocks import CorruptCheckpoint, write_file
+from gpt3d.config.problems import ConfigError, Problem
 
+FORMAT = 1  # of all files in a checkpoint
 MARK = "COMMITTED"
 INDEX, STATE, SUMMARY = "index.json", "state.json", "summary.txt"
 TEMPORARY, DELETED = ".tmp-", ".del-"
@@ -75,7 +77,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The contents of state.json, after checking the small files against the mark. Raises CorruptCheckpoint."""
+    """The contents of state.json, after checking the small files against the mark.
+
+    Raises CorruptCheckpoint; ConfigError for a sound checkpoint of a format that this version does not know.
+    """
     mark = folder / MARK
     if not mark.is_file():
         raise CorruptCheckpoint(f"{folder} is incomplete: it has no {MARK} file, so it was never finished")
@@ -93,7 +98,16 @@ def read_state(folder: Path) -> dict[str, Any]:
     if not {INDEX, STATE} <= contents.keys():
         raise CorruptCheckpoint(f"{mark} is damaged: it does not list {INDEX} and {STATE}")
     state: dict[str, Any] = json.loads(contents[STATE])
+    if state["format"] != FORMAT:
+        why = f"is of format {state['format']}, and this version of gpt3d reads {FORMAT}"
+        raise ConfigError([Problem("checkpoint", str(folder), why, "the version of gpt3d that wrote it")])
     return state
+
+
+def unmarked(root: Path) -> list[Path]:
+    """Folders with the name of a checkpoint and without its mark: a copy that is not whole, for instance."""
+    found = root.iterdir() if root.is_dir() else ()
+    return sorted(path for path in found if step_of(path) is not None and not is_committed(path))
 
 
 def sweep(root: Path) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 from gpt3d.config.schema import ModelConfig
 
 LLAMA, GPT2 = "LlamaForCausalLM", "GPT2LMHeadModel"
+PREFIX = {LLAMA: "model.", GPT2: "transformer."}  # of all names but that of the head
+BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # stored by old versions, and no weights
 
 
 class NoEquivalent(ValueError):

@@ -20,6 +20,7 @@ from gpt3d.config.schema import ModelConfig
 from gpt3d.parallel.placement import placement_of
 from gpt3d.zero.fragments import Fragment
 
+SHOWN = 5  # of many problems
 Region = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 
 
@@ -55,11 +56,8 @@ def from_huggingface(path: Path, model: ModelConfig) -> Region:
     """region(our name, offsets, sizes) -> that rectangle in fp32, read from the safetensors in `path`."""
     tensors = SafetensorsFolder(path)
     by_name: dict[str, list[tuple[str, Part]]] = {}
-    for theirs, part in huggingface.parts(model).items():
+    for theirs, part in named_parts(tensors, model).items():
         by_name.setdefault(part.name, []).append((theirs, part))
-    missing = sorted(set(huggingface.parts(model)) - tensors.entries.keys())
-    if missing:
-        raise CorruptCheckpoint(f"{path} lacks {len(missing)} tensors, such as {missing[0]}")
 
     def region(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         found = []
@@ -67,8 +65,6 @@ def from_huggingface(path: Path, model: ModelConfig) -> Region:
             first, stop = max(offsets[0], part.start), min(offsets[0] + sizes[0], part.stop)
             if first < stop:
                 whole: Any = tensors[theirs]
-                if tuple(whole.shape) != huggingface.shape_of(part, model):
-                    raise CorruptCheckpoint(f"{path}: {theirs} has the shape {list(whole.shape)}")
                 whole = (whole.t() if part.transposed else whole)[first - part.start : stop - part.start]
                 for dim in range(1, len(sizes)):
                     whole = whole.narrow(dim, offsets[dim], sizes[dim])
@@ -76,3 +72,35 @@ def from_huggingface(path: Path, model: ModelConfig) -> Region:
         return torch.cat(found)
 
     return region
+
+
+def check_folder(path: Path, model: ModelConfig) -> None:
+    """Raise CorruptCheckpoint unless the Hugging Face folder holds this model and nothing else; reads headers only."""
+    named_parts(SafetensorsFolder(path), model)
+
+
+def named_parts(tensors: SafetensorsFolder, model: ModelConfig) -> dict[str, Part]:
+    """The parts of our tensors by the names in this folder. Raises CorruptCheckpoint with all that is wrong.
+
+    GPT-2 as it was published has names without `transformer.`. Masks and rotary frequencies that old versions of
+    transformers stored are no weights.
+    """
+    parts, found = huggingface.parts(model), tensors.entries.keys()
+    prefix = huggingface.PREFIX[huggingface.architecture(model)]
+    if not any(name.startswith(prefix) for name in found):
+        parts = {name.removeprefix(prefix): part for name, part in parts.items()}
+    shapes = {name: huggingface.shape_of(part, model) for name, part in parts.items()}
+    extra = sorted(name for name in found - parts.keys() if not name.endswith(huggingface.BUFFERS))
+    if model.tied_embeddings and extra == ["lm_head.weight"]:
+        embedding = next(name for name, part in parts.items() if part.name == "embedding.word.weight")
+        if embedding in found and torch.equal(tensors["lm_head.weight"], tensors[embedding]):
+            extra = []  # stored twice
+    problems = [f"{name} is missing" for name in parts if name not in found]
+    for name in parts:
+        if name in found and (shape := tensors.shape(name)) != shapes[name]:
+            problems.append(f"{name} has the shape {list(shape)}, and {list(shapes[name])} is wanted")
+    problems += [f"{name} is in no place of this model" for name in extra]
+    if problems:
+        listed = "; ".join(problems[:SHOWN]) + (f"; and {len(problems) - SHOWN} more" if problems[SHOWN:] else "")
+        raise CorruptCheckpoint(f"{tensors.folder} does not fit: {listed}")
+    return parts

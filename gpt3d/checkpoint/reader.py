@@ -13,8 +13,6 @@ import numpy as np
 from gpt3d.checkpoint import folder
 from gpt3d.checkpoint.blocks import CorruptCheckpoint, FileSums, VerifiedFile
 
-FORMAT = 1
-
 
 class SavedTensors:
     """The tensors of one committed checkpoint by key (`weights/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`).
@@ -40,6 +38,8 @@ class SavedTensors:
             data = self._file(file).read(offset, 4 * math.prod(sizes))
             box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
             whole[box] = np.frombuffer(data, np.float32).reshape(sizes)
+        for open_file in self.open.values():
+            open_file.release()
         return whole
 
     def damages(self) -> Iterator[str]:
@@ -62,8 +62,6 @@ class SavedTensors:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """The contents of index.json. Raises CorruptCheckpoint if this version cannot read it."""
+    """The contents of index.json, which `folder.read_state` has checked."""
     index: dict[str, Any] = json.loads((path / folder.INDEX).read_text())
-    if index["format"] != FORMAT:
-        raise CorruptCheckpoint(f"{path} has the format {index['format']}; this version reads {FORMAT}")
     return index

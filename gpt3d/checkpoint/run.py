@@ -9,6 +9,7 @@ from typing import Any
 from gpt3d.checkpoint import folder, settings
 from gpt3d.checkpoint.blocks import CorruptCheckpoint
 from gpt3d.checkpoint.checkpointer import Checkpointer
+from gpt3d.checkpoint.lock import RunLock
 from gpt3d.checkpoint.planner import CheckpointError
 from gpt3d.checkpoint.signals import SAVE_AND_END, SaveSignals
 from gpt3d.config.schema import RunConfig
@@ -32,10 +33,9 @@ class RunCheckpoints:
         learner.before_update = self.files.before_update
         self.enabled = self.options.interval > 0 or self.options.final
         self.signals = SaveSignals(self.options.on_signal)
-        self.saved_step: int | None = None
+        self.lock = RunLock(run_dir) if config.run_dir else None
         if self.files.together.is_main:
             self.files.environment = describe_environment()
-            folder.sweep(self.files.root)
 
     def resume(self) -> dict[str, Any] | None:
         """Restore what `checkpoint.resume` names; the progress saved with it, or None when the run starts afresh.
@@ -43,7 +43,7 @@ class RunCheckpoints:
         Raises ConfigError or CheckpointError, the same on all ranks.
         """
         wanted = self.options.resume
-        found, notes = self.files.together.main_decides(self._choose)
+        found, notes = self.files.together.main_decides(self._begin)
         if not found and self.config.init_from is not None:
             self.files.begin_with(Path(self.config.init_from))
             self.learner.check_copies()
@@ -51,19 +51,28 @@ class RunCheckpoints:
             return None
         if not found:
             if wanted == "auto":
-                self.say(f"no checkpoint in {self.files.root} yet: starting from the initial weights")
+                new = f"no checkpoint in {self.files.root} yet: starting from the initial weights"
+                self.say("\n".join([*notes, new]))
             return None
         path, state = self.files.load(found, own=wanted == "auto")
         self.learner.check_copies()
         progress: dict[str, Any] = state["progress"]
-        self.saved_step = progress["step"] if wanted == "auto" else None
+        self.files.saved = path.name if wanted == "auto" else None
         self.say("\n".join([f"resuming after step {progress['step']:,} from {path}", *notes]))
         return progress
 
-    def _choose(self) -> tuple[list[Path], list[str]]:
-        """On rank 0: the checkpoints to try, and what differs from them."""
-        settings.check_initial(self.config)
+    def _begin(self) -> tuple[list[Path], list[str]]:
+        """On rank 0: make the folder this run's own; the checkpoints to try, and what is to be said of them."""
+        if self.lock is not None:
+            self.lock.take()
+        folder.sweep(self.files.root)
         found = settings.candidates(self.config)
+        if not found:
+            settings.check_initial(self.config)
+            return [], [
+                f"WARNING: {path} is passed over: it has no {folder.MARK} file, so it is not whole"
+                for path in folder.unmarked(self.files.root)
+            ]
         for path in found:
             try:
                 state = folder.read_state(path)
@@ -72,10 +81,8 @@ class RunCheckpoints:
             changes = settings.check_settings(self.config, state, path)
             changes += settings.check_data(self.config, state, self.files.data, path)
             return found, [f"  {change}" for change in changes]
-        if found:
-            raise CheckpointError(f"none of the {len(found)} checkpoints at {found[0].parent} can be read; see "
-                                  f"python -m gpt3d.checkpoint verify {found[0].parent}")  # fmt: skip
-        return [], []
+        raise CheckpointError(f"none of the {len(found)} checkpoints at {found[0].parent} can be read; see "
+                              f"python -m gpt3d.checkpoint verify {found[0].parent}")  # fmt: skip
 
     def __enter__(self) -> RunCheckpoints:
         self.signals.__enter__()
@@ -108,11 +115,10 @@ class RunCheckpoints:
             name = f"stopped-{folder.step_name(step)}"
             self.files.save(progress(), name=name)
             self.files.close()
-            self.say(f"the state at the stop: {self.files.root / name}")
+            if self.files.saved == name:
+                self.say(f"the state at the stop: {self.files.root / name}")
 
     def _save(self, step: int, progress: Progress, wait: bool) -> None:
-        if self.saved_step == step:
-            self.files.finish()
-            return
-        self.files.save(progress(), wait=wait)
-        self.saved_step = step
+        self.files.finish()  # what a save in the background has come to
+        if self.files.saved != folder.step_name(step):
+            self.files.save(progress(), wait=wait)

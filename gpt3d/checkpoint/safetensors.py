@@ -55,9 +55,14 @@ class SafetensorsFolder:
         self.folder, self.entries = folder, dict[str, tuple[Path, dict[str, Any], int]]()
         self.maps: dict[Path, mmap.mmap] = {}
         index = folder / INDEX
-        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CorruptCheckpoint(f"{index} is no index of files: {error!r}") from None
         for path in sorted(folder.glob("*.safetensors")) if names is None else [folder / n for n in sorted(names)]:
             self._open(path)
+        if not self.maps:
+            raise CorruptCheckpoint(f"{folder} holds no *.safetensors file: the weights must be in this format")
 
     def _open(self, path: Path) -> None:
         try:
@@ -70,6 +75,10 @@ class SafetensorsFolder:
         for name, entry in header.items():
             if name != "__metadata__":
                 self.entries[name] = (path, entry, 8 + length)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape, after checking that the tensor is whole and of a known number format. Raises CorruptCheckpoint."""
+        return tuple(self[name].shape)
 
     def __getitem__(self, name: str) -> Tensor:
         """A view of the file. Raises CorruptCheckpoint if it is not there, or its file ends before it."""

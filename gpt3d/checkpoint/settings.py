@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from gpt3d.checkpoint import folder, huggingface
 from gpt3d.checkpoint.blocks import CorruptCheckpoint
+from gpt3d.checkpoint.lock import RunLock
 from gpt3d.config.problems import ConfigError, Problem, show
 from gpt3d.config.schema import RunConfig
 
@@ -44,11 +45,14 @@ class Change:
 def candidates(config: RunConfig) -> list[Path]:
     """The checkpoints that `checkpoint.resume` names, the best first; empty to start afresh. Raises ConfigError."""
     wanted = config.checkpoint.resume
-    if wanted == "none":
-        return []
+    own = folder.committed(Path(config.run_dir) / "checkpoints") if config.run_dir else []
     if wanted == "auto":
-        return folder.committed(Path(config.run_dir) / "checkpoints") if config.run_dir else []
-    return named(Path(wanted), "checkpoint.resume")
+        return own
+    if own:  # else the newest of them would outlive all that this run saves
+        why = f"the folder holds checkpoints of an earlier run ({own[0].name}), and checkpoint.resume={wanted}"
+        fix = "checkpoint.resume=auto to go on with that run, or another run_dir"
+        raise ConfigError([Problem("run_dir", config.run_dir, why, fix)])
+    return [] if wanted == "none" else named(Path(wanted), "checkpoint.resume")
 
 
 def named(path: Path, key: str) -> list[Path]:
@@ -70,9 +74,14 @@ def named(path: Path, key: str) -> list[Path]:
 
 def check_start(config: RunConfig) -> None:
     """Refuse, before anything is started, a checkpoint that is missing or of another model. Raises ConfigError."""
-    check_initial(config)
+    check_wishes(config)
+    if config.run_dir and Path(config.run_dir).is_dir():
+        lock = RunLock(Path(config.run_dir))
+        lock.take()
+        lock.release()  # the run's first rank takes it for good
     found = candidates(config)
     if not found:
+        check_initial(config)
         return
     try:
         state = folder.read_state(found[0])
@@ -83,19 +92,36 @@ def check_start(config: RunConfig) -> None:
     check_settings(config, state, found[0])
 
 
+def check_wishes(config: RunConfig) -> None:
+    """Refuse two beginnings, and a name in `accept_changes` that accepts nothing. Raises ConfigError."""
+    tree, problems = plain(config), list[Problem]()
+    if config.init_from is not None and config.checkpoint.resume not in ("none", "auto"):
+        why = f"checkpoint.resume={config.checkpoint.resume} already says where the weights come from"
+        problems.append(Problem("init_from", config.init_from, why, "only one of the two"))
+    for name in config.checkpoint.accept_changes:
+        group, _, key = name.partition(".")
+        if name != "data" and name not in LEARNING and not (group in LEARNING and key in tree[group]):
+            accepted = ", ".join(("data", *LEARNING))
+            fix = f"names of these, or one key of a group: {accepted}"
+            problems.append(Problem("checkpoint.accept_changes", [name], "accepts nothing", fix))
+    if problems:
+        raise ConfigError(problems)
+
+
 def check_initial(config: RunConfig) -> None:
     """Refuse an `init_from` that is not there, or of another model than the configured one. Raises ConfigError."""
     if config.init_from is None:
         return
     path = Path(config.init_from)
-    if config.checkpoint.resume not in ("none", "auto"):
-        why = f"checkpoint.resume={config.checkpoint.resume} already says where the weights come from"
-        raise ConfigError([Problem("init_from", config.init_from, why, "only one of the two")])
     try:
         theirs = _model_at(path, config)
-    except (huggingface.NoEquivalent, CorruptCheckpoint, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except KeyError as error:
+        raise ConfigError([Problem("init_from", config.init_from, f"its config.json has no {error}")]) from None
+    except json.JSONDecodeError as error:
+        raise ConfigError([Problem("init_from", config.init_from, f"its config.json is no JSON: {error}")]) from None
+    except (huggingface.NoEquivalent, CorruptCheckpoint) as error:
         raise ConfigError([Problem("init_from", config.init_from, str(error))]) from None
     problems = [
         Problem(f"model.{name}", ours, f"{path} has {show(value)}", f"model.{name}={show(value)}")
@@ -104,6 +130,13 @@ def check_initial(config: RunConfig) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+    if (path / "config.json").is_file():
+        from gpt3d.checkpoint.initial import check_folder  # it imports torch
+
+        try:
+            check_folder(path, config.model)
+        except CorruptCheckpoint as error:
+            raise ConfigError([Problem("init_from", config.init_from, str(error))]) from None
 
 
 def _model_at(path: Path, config: RunConfig) -> dict[str, Any]:
@@ -119,6 +152,9 @@ def check_settings(config: RunConfig, state: Mapping[str, Any], where: Path) -> 
     """The changes that will be applied. Raises ConfigError naming those that are refused."""
     changes = list(changed(state["config"], plain(config)))
     problems = [_problem(change, where) for change in changes if _refused(change.key, config)]
+    if (done := state["progress"]["step"]) > config.trainer.steps:
+        why, fix = f"the checkpoint {where} has done {done} steps", f"trainer.steps={done} or more"
+        problems.append(Problem("trainer.steps", config.trainer.steps, why, fix))
     if problems:
         raise ConfigError(problems)
     return [change for change in changes if not _within(change.key, UNLISTED)]

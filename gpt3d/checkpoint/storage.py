@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from gpt3d.checkpoint.blocks import FileSums, VerifiedFile, write_file
-from gpt3d.checkpoint.folder import INDEX
-from gpt3d.checkpoint.reader import FORMAT, read_index
+from gpt3d.checkpoint.folder import FORMAT, INDEX
+from gpt3d.checkpoint.reader import read_index
 
 VISIBLE_SECONDS = 30.0
 BOUNCE = 1 << 24  # bytes copied from a device at once

@@ -20,8 +20,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from gpt3d.config.load import compose, conf_dir, register_schema, to_typed
-from gpt3d.config.overrides import REFUSALS, diagnose, group_options, quote_overrides
-from gpt3d.config.problems import ConfigError
+from gpt3d.config.overrides import REFUSALS, diagnose, group_options, quote_overrides, refuse_silent
+from gpt3d.config.problems import ConfigError, Problem
 from gpt3d.config.schema import RunConfig
 
 USAGE_ERROR = 2  # exit code of a refused configuration
@@ -71,6 +71,7 @@ def run_cli(
             raise
 
     try:
+        refuse_silent(argv)
         if plain and (check is not None or resolve is not None):
             typed = compose(argv, config_name)
             if resolve is not None and (more := resolve(typed)):
@@ -78,6 +79,10 @@ def run_cli(
                 typed = compose(sys.argv[1:], config_name)
             if check is not None:
                 check(typed)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(USAGE_ERROR)
+    try:
         _with_full_errors(hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(job))
     except Exception as error:
         traceback = next((stack for raised, stack in failure if raised is error), None)
@@ -86,8 +91,11 @@ def run_cli(
                 print(error, file=sys.stderr)
         elif traceback is not None:
             raise error.with_traceback(traceback) from error.__cause__  # without Hydra's frames
-        elif not isinstance(error, REFUSALS) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        elif not isinstance(error, (*REFUSALS, OSError)) or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
+        elif isinstance(error, OSError):
+            why = f"the run folder can't be made: {error.strerror}"
+            print(ConfigError([Problem("hydra.run.dir", error.filename, why)]), file=sys.stderr)
         else:
             sweep = "-m" in argv or "--multirun" in argv
             folders = [conf_dir(), *_config_dirs(argv)]

@@ -10,6 +10,9 @@ from gpt3d.config.arithmetic import num_microbatches
 from gpt3d.config.problems import Problem
 from gpt3d.config.schema import RunConfig
 
+# More elements than any rank holds: DeepSpeed's optimizer then has one sub-group on every rank.
+UNSPLIT = 10**12
+
 # Built by gpt3d, whatever their content: DeepSpeed must not build a second one.
 _OURS = {
     "optimizer": "optimizer=... and optimizer.*",
@@ -37,7 +40,11 @@ def decided(config: RunConfig, dp: int) -> dict[str, tuple[Any, str]]:
         "fp16.min_loss_scale": (precision.min_loss_scale, "precision.min_loss_scale"),
         # Fragments of the optimizer state would be saved under other parameters' names.
         "zero_optimization.round_robin_gradients": (False, "checkpoints"),
+        "bf16.immediate_grad_update": (True, "precision.grad_dtype"),
+        "zero_force_ds_cpu_optimizer": (False, "optimizer.name"),
     }
+    if config.parallel.pp > 1:  # else stages would reduce the norm different numbers of times, and wait for ever
+        values["zero_optimization.sub_group_size"] = (UNSPLIT, "parallel.pp")
     of_zero = {
         "stage": "stage",
         "offload_optimizer.device": "offload_optimizer",
@@ -89,6 +96,8 @@ def contradictions(config: RunConfig, dp: int | None) -> list[Problem]:
             problems.append(
                 Problem(where, given, "is built by gpt3d, not by DeepSpeed", f"use {_OURS[top]} and remove it")
             )
+        elif not isinstance(given, Mapping) and any(known.startswith(key + ".") for known in values):
+            problems.append(Problem(where, given, "is a section of DeepSpeed's, with keys below it", "a mapping"))
         elif key in values and not _equal(given, values[key][0]):
             value, ours = values[key]
             why = f"contradicts {value!r}, which follows from {ours}"

@@ -13,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt3d.config.overrides import REFUSALS, diagnose, group_options, quote_overrides, unknown_key
+from gpt3d.config.overrides import REFUSALS, diagnose, group_options, quote_overrides, refuse_silent, unknown_key
 from gpt3d.config.problems import ConfigError, Problem
 from gpt3d.config.schema import ModelConfig, RunConfig
 from gpt3d.model.flops import parameter_count
@@ -47,6 +47,7 @@ def _steps(tokens_per_parameter: float, *, _root_: DictConfig) -> int:
 def compose(overrides: Sequence[str] = (), config_name: str = "config") -> RunConfig:
     """The configuration for these command-line overrides, for tests and programs. Raises ConfigError."""
     register_schema()
+    refuse_silent(overrides)
     overrides = quote_overrides(overrides, conf_dir())
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         try:

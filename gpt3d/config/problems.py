@@ -19,7 +19,7 @@ class Problem:
 
     def __str__(self) -> str:
         head = self.key if self.value is None else f"{self.key}={show(self.value)}"
-        return f"{head}: {self.why}" + (f"\n      -> {self.fix}" if self.fix else "")
+        return f"{head}: {self.why}" + (f"\n      -> {self.fix.strip()}" if self.fix else "")
 
 
 class ConfigError(ValueError):

@@ -27,11 +27,13 @@ from gpt3d.config.arithmetic import (
     tp_splits_heads,
 )
 from gpt3d.config.auto import AUTO, auto_keys
-from gpt3d.config.deepspeed import contradictions
+from gpt3d.config.deepspeed import contradictions, extra_keys
 from gpt3d.config.problems import ConfigError, Problem, nearest
-from gpt3d.config.schema import RunConfig, leaves
+from gpt3d.config.schema import ParallelConfig, RunConfig, leaves
 from gpt3d.planner.memory import GB, run_memory, size, worst_rank
 from gpt3d.planner.need import describe_need
+
+MOST_NAME_BYTES = 200  # file systems take 255, and a date and a number are added
 
 Rule = Callable[[RunConfig, World], Iterator[Problem]]
 
@@ -61,7 +63,10 @@ def check_vocabulary(config: RunConfig, largest_id: int) -> list[Problem]:
 def _neutral(config: RunConfig, broken: list[Problem]) -> RunConfig:
     """A copy to calculate with, in which values out of their limits are replaced by legal ones."""
     usable = copy.deepcopy(config)
-    legal = {leaf.key: leaf.metadata.get("choices", [leaf.metadata.get("low")])[0] for leaf in leaves()}
+    legal = {
+        leaf.key: None if leaf.is_optional else leaf.metadata.get("choices", [leaf.metadata.get("low")])[0]
+        for leaf in leaves()
+    }
     for problem in broken:
         parent, _, name = problem.key.rpartition(".")
         setattr(attrgetter(parent)(usable) if parent else usable, name, legal[problem.key])
@@ -98,6 +103,9 @@ def names(config: RunConfig, world: World) -> Iterator[Problem]:
     """The run's name is part of a folder name."""
     if not config.run_name.strip() or "/" in config.run_name or config.run_name in (".", ".."):
         yield Problem("run_name", config.run_name, "is the name of a folder", "a name without '/'")
+    elif len(config.run_name.encode()) > MOST_NAME_BYTES:
+        why = f"is part of a folder's name, which has room for {MOST_NAME_BYTES} bytes of it"
+        yield Problem("run_name", config.run_name[:20] + "...", why, "a shorter name")
 
 
 def model_shape(config: RunConfig, world: World) -> Iterator[Problem]:
@@ -110,6 +118,10 @@ def model_shape(config: RunConfig, world: World) -> Iterator[Problem]:
     if model.position == "rope" and model.head_dim % 2:
         why = "rotary embeddings turn pairs, so it must be even"
         yield Problem("model.head_dim", model.head_dim, why, f"{model.head_dim - 1} or {model.head_dim + 1}")
+    low, high = model.rope_scaling.low_freq_factor, model.rope_scaling.high_freq_factor
+    if model.position == "rope" and model.rope_scaling.factor != 1 and high <= low:
+        why = f"must be above model.rope_scaling.low_freq_factor={low:g}: wavelengths between them are blended"
+        yield Problem("model.rope_scaling.high_freq_factor", high, why, f"{4 * max(low, 1):g}")
     if model.position == "learned" and config.data.seq_len > model.max_seq_len:
         why = f"the model has {model.max_seq_len} learned positions (model.max_seq_len)"
         yield Problem("data.seq_len", config.data.seq_len, why, f"{model.max_seq_len} or less")
@@ -163,7 +175,7 @@ def pipeline(config: RunConfig, world: World) -> Iterator[Problem]:
         if len(given) != pieces or sum(given) != layers or min(given, default=0) < 1:
             why = f"needs {pieces} numbers of at least 1 ({product}) that sum up to model.num_layers={layers}"
             yield Problem("parallel.layers_per_stage", given, why, _even_split(layers, pieces))
-    elif layers < pieces or (layers % pieces and not config.parallel.embedding_layers + config.parallel.head_layers):
+    elif layers < pieces or (layers % pieces and not _may_be_uneven(config.parallel)):
         why = f"model.num_layers={layers} doesn't divide into {pieces} equal pieces ({product})"
         legal = [n for n in range(1, layers // chunks + 1) if layers % (n * chunks) == 0]
         yield Problem("parallel.pp", pp, why, f"parallel.pp can be {legal}; {_even_split(layers, pieces)}")
@@ -177,11 +189,17 @@ def pipeline(config: RunConfig, world: World) -> Iterator[Problem]:
             yield Problem("trainer.global_batch_size", config.trainer.global_batch_size, why, around)
 
 
+def _may_be_uneven(parallel: ParallelConfig) -> bool:
+    """Stages that differ were asked for."""
+    return parallel.allow_uneven_stages or parallel.embedding_layers + parallel.head_layers > 0
+
+
 def _even_split(layers: int, pieces: int) -> str:
     """The most even uneven split, as an override."""
     if layers < pieces:
         return f"at most {layers} pieces, since each needs a layer"
-    return f"for unequal stages parallel.layers_per_stage=[{','.join(map(str, even_split(layers, pieces)))}]"
+    split = ",".join(map(str, even_split(layers, pieces)))
+    return f"for unequal stages parallel.allow_uneven_stages=true or parallel.layers_per_stage=[{split}]"
 
 
 def ranks(config: RunConfig, world: World) -> Iterator[Problem]:
@@ -225,6 +243,10 @@ def machine(config: RunConfig, world: World) -> Iterator[Problem]:
             " (parallel=single is one rank)" if world.gpus else ""
         )
         yield Problem("parallel", None, why, fix + ", or cluster.device=cpu")
+    here = world.ranks is None and world.device is not None
+    if here and config.cluster.nodes > 1 and device_of(config.cluster, world) == "cpu":
+        why = "without a launcher all ranks start on this machine"
+        yield Problem("cluster.nodes", config.cluster.nodes, why, "torchrun, srun or mpirun on all nodes, or 1")
     per_node = world.ranks_per_node or config.cluster.gpus_per_node
     if per_node is None and device_of(config.cluster, world) == "cuda" and world.ranks is None:
         per_node = world.gpus
@@ -293,6 +315,14 @@ def zero(config: RunConfig, world: World) -> Iterator[Problem]:
     yield from contradictions(config, _known_dp(config, world) if _batch_ok(config, world) else None)
 
 
+def deepspeed_keys(config: RunConfig, world: World) -> Iterator[Problem]:
+    """What is passed through to DeepSpeed must be something that it knows."""
+    if extra_keys(config) and not contradictions(config, None):  # only then: DeepSpeed takes seconds to import
+        from gpt3d.zero.ds_config import refused_keys
+
+        yield from refused_keys(config, device_of(config.cluster, world) or "cpu")
+
+
 def precision(config: RunConfig, world: World) -> Iterator[Problem]:
     """Number formats the device has and that fit together."""
     dtype, grad = config.precision.dtype, config.precision.grad_dtype
@@ -301,6 +331,13 @@ def precision(config: RunConfig, world: World) -> Iterator[Problem]:
     if grad not in ("fp32", dtype):
         legal = "fp32" if dtype == "fp32" else f"fp32 or {dtype}"
         yield Problem("precision.grad_dtype", grad, f"doesn't go with precision.dtype={dtype}", legal)
+    scale, least = config.precision.initial_loss_scale, config.precision.min_loss_scale
+    if dtype == "fp16" and not math.log2(scale).is_integer():
+        around = " or ".join(f"{2.0 ** math.floor(math.log2(scale) + i):g}" for i in (0, 1))
+        yield Problem("precision.initial_loss_scale", scale, "must be a power of two, so that scaling is exact", around)
+    if dtype == "fp16" and least > scale:
+        why = f"is above precision.initial_loss_scale={scale:g}, which it starts from"
+        yield Problem("precision.min_loss_scale", least, why, f"{scale:g} or less")
     if config.cluster.device == "cuda" and world.ranks is not None and world.gpus == 0:
         yield Problem("cluster.device", "cuda", "this machine has no GPU", "cluster.device=auto or cpu")
 
@@ -378,7 +415,8 @@ def dry_run(config: RunConfig, world: World) -> Iterator[Problem]:
 # What a layout decides, and what it does not.
 LAYOUT_RULES: tuple[Rule, ...] = (tensor_parallel, pipeline, ranks, machine, memory, batch, zero)
 OTHER_RULES: tuple[Rule, ...] = (
-    names, model_shape, precision, learning_rate, timeline, tensorboard, checkpoints, debugging, dry_run,
+    names, model_shape, deepspeed_keys, precision, learning_rate, timeline, tensorboard, checkpoints, debugging,
+    dry_run,
 )  # fmt: skip
 RULES = OTHER_RULES[:2] + LAYOUT_RULES + OTHER_RULES[2:]
 

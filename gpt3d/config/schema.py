@@ -14,6 +14,8 @@ from typing import Any, Optional, get_args, get_type_hints
 
 from omegaconf import MISSING
 
+MOST_SEED = 2**63 - 1
+
 # ruff: noqa: UP045  (OmegaConf reads Optional[...] from the annotations)
 
 
@@ -80,6 +82,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     allow_cross_node_tp: bool = False
     layers_per_stage: Optional[list[int]] = None
+    allow_uneven_stages: bool = False
     embedding_layers: float = number(0.0, low=0.0)
     head_layers: float = number(0.0, low=0.0)
 
@@ -129,9 +132,9 @@ class OptimizerConfig:
 
     name: str = one_of("adamw", "cpu_adamw", default="adamw")
     lr: float = number(low=0.0)
-    beta1: float = number(0.9, low=0.0, high=1.0)
-    beta2: float = number(0.95, low=0.0, high=1.0)
-    eps: float = number(1e-8, low=0.0)
+    beta1: float = number(0.9, low=0.0, high=0.999999)
+    beta2: float = number(0.95, low=0.0, high=0.999999)
+    eps: float = number(1e-8, low=1e-30)  # padding rows have moments of 0
     weight_decay: float = number(0.1, low=0.0)
     grad_clip: float = number(1.0, low=0.0)
 
@@ -182,7 +185,7 @@ class DataConfig(SourceConfig):
     """The text of a run and how it is cut. `blend` holds, by name, `weight` and the SourceConfig keys of each part."""
 
     seq_len: int = number(low=1)
-    seed: int = number(0, low=0)
+    seed: int = number(0, low=0, high=MOST_SEED)
     validation_fraction: float = number(0.05, low=0.0, high=0.9)
     packing: str = one_of("concat", "best_fit", default="concat")
     document_masks: bool = False
@@ -317,7 +320,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     recompute: str = one_of("none", "selective", "full", default="none")
-    seed: int = number(1234, low=0)
+    seed: int = number(1234, low=0, high=MOST_SEED)
     init_from: Optional[str] = None
     objective: str = one_of("validation_loss", "tokens_per_s", default="validation_loss")
     run_name: str = MISSING
@@ -342,6 +345,10 @@ class Leaf:
     @property
     def is_text(self) -> bool:
         return self.type is str or (str in get_args(self.type) and not self.is_open)
+
+    @property
+    def is_optional(self) -> bool:
+        return type(None) in get_args(self.type)
 
     @property
     def is_open(self) -> bool:

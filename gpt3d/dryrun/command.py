@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import signal
 import sys
-from pathlib import Path
 
 from gpt3d.config.arithmetic import World, resolve_dp
 from gpt3d.config.problems import ConfigError
 from gpt3d.config.rules import check, memory
 from gpt3d.config.schema import RunConfig
-from gpt3d.planner.memory import memory_by_stage, ranks_a_stage
+from gpt3d.planner.memory import memory_by_stage, ranks_a_stage, stage_memory
+from gpt3d.planner.report import write_json
 
 
 def check_dry_run(config: RunConfig) -> None:
@@ -26,16 +26,16 @@ def print_dry_run(config: RunConfig) -> None:
 
     dp = resolve_dp(config, World())
     run = dry_run(config, dp, fullest_rank(config, dp) if config.rank is None else config.rank)
+    failure = write_json(config, dry_run_data(config, run))
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends it without a word, as it ends any filter
     print(dry_run_text(config, run))
-    if config.plan_json is None:
-        return
-    try:
-        Path(config.plan_json).write_text(json.dumps(dry_run_data(config, run), indent=2) + "\n")
-    except OSError as error:
-        sys.exit(f"gpt3d: plan_json={config.plan_json} can't be written: {error.strerror}")
+    if failure is not None:
+        sys.exit(failure)
 
 
 def fullest_rank(config: RunConfig, dp: int) -> int:
-    """The first rank of the stage that needs most memory, as the planner sees it."""
+    """The first rank of those that need most memory, as the planner sees it."""
     need = [memory.total for memory in memory_by_stage(config, dp)]
-    return need.index(max(need)) * ranks_a_stage(config, dp)
+    stage, most = need.index(max(need)), max(need)
+    alike = stage_memory(config, dp, stage, copy=0).total == most
+    return stage * ranks_a_stage(config, dp) + (0 if alike else (dp - 1) * config.parallel.tp * config.parallel.cp)

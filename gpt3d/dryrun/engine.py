@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from gpt3d.config.schema import RunConfig
+from gpt3d.dryrun.collecting import Collecting
 from gpt3d.parallel.layout import Layout
+from gpt3d.parallel.split_backward import WeightGradients
 from gpt3d.zero.fragments import optimizer_state
 from gpt3d.zero.replicated import ReplicatedEngine
 
@@ -45,6 +48,17 @@ class ForwardBackwardEngine(MetaEngine):
 
     def __init__(self, config: RunConfig, layout: Layout, module: nn.Module, fused: bool) -> None:
         super().__init__(config, layout, module, fused)
+        self.collecting, self.last = Collecting(config, layout, module), False
         for p in module.parameters():
             p.grad_dtype = p.dtype
-            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+            p.register_post_accumulate_grad_hook(lambda p: self.collecting.take(p, self.last))
+
+    def backward(self, output: Tensor | GradientEdge, grad: Tensor, last: bool) -> None:
+        self.last = last
+        super().backward(output, grad, last)
+        self.collecting.end()
+
+    def backward_weight(self, gradients: WeightGradients, last: bool) -> None:
+        self.last = last
+        super().backward_weight(gradients, last)
+        self.collecting.end()

@@ -81,21 +81,22 @@ def dry_run(config: RunConfig, dp: int, rank: int) -> DryRun:
         else:
             derived = step_traffic(config, dp, stage)
             calls, moved = calls + derived.calls, moved + derived.bytes
-            memory |= _deepspeed(config, dp, stage, memory)
+            memory |= _deepspeed(config, dp, stage, layout.at.dp, memory)
         return DryRun(
             rank, stage, dp, config.zero.stage, device, one.parameters, total, counted, dict(flops), dict(calls),
             dict(moved), {k: v for k, v in memory.items() if v}, tracker.peak_phase, time.perf_counter() - begun,
         )  # fmt: skip
 
 
-def _deepspeed(config: RunConfig, dp: int, stage: int, memory: dict[str, int]) -> dict[str, int]:
+def _deepspeed(config: RunConfig, dp: int, stage: int, copy: int, memory: dict[str, int]) -> dict[str, int]:
     """What DeepSpeed holds by the planner's arithmetic, beside what was counted."""
-    state = stage_memory(config, dp, stage, on_cpu=config.cluster.device == "cpu")
+    state = stage_memory(config, dp, stage, on_cpu=config.cluster.device == "cpu", copy=copy)
     gathered = gathered_parameters(config, dp, stage)
+    buckets = zero_buckets(config) if config.zero.stage == 3 else 0  # the others' are counted
     passing = gathered + sum(memory.get(kind, 0) for kind in ("activations", "logits", "work", "messages"))
     return {
         "weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer,
-        "buckets": zero_buckets(config), "gathered": gathered, "optimizer step": max(0, state.update - passing),
+        "buckets": buckets, "gathered": gathered, "optimizer step": max(0, state.update + state.missing - passing),
     }  # fmt: skip
 
 

@@ -65,7 +65,9 @@ def _run(task: Task) -> Outcome:
         prepare_deepspeed(task.device)
         import torch
 
-        torch.set_num_threads(int(task.env["OMP_NUM_THREADS"]))  # a fork does not read the variable again
+        threads = task.env["OMP_NUM_THREADS"].partition(",")[0].strip()  # "4,2": of nested regions, too
+        if threads.isdigit() and int(threads) > 0:  # OpenMP passes over what it can't read
+            torch.set_num_threads(int(threads))  # a fork does not read the variable again
         fn: Callable[..., Any]
         fn, args = pickle.loads(task.body)
         return fn(*args)

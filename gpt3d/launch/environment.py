@@ -1,4 +1,4 @@
-"""What torchrun, a Slurm step or Open MPI tell a process about its world, in one form.
+"""What torchrun, a Slurm step or MPI's mpirun tell a process about its world, in one form.
 
 Nothing is guessed: where the address of rank 0 cannot be known, one error says what to set.
 """
@@ -11,6 +11,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PORT_RANGE = range(15000, 31000)  # below the ports that systems hand out by themselves
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """The variables that an MPI's mpirun sets."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+MPIS = (
+    Mpi(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Mpi("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Intel MPI and MVAPICH, too
+)
 
 
 class LaunchError(RuntimeError):
@@ -50,10 +73,11 @@ def read(env: Mapping[str, str]) -> World | None:
         world = _torchrun(env)
     elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and _slurm_tasks(env) > 1:
         world = _slurm(env)
-    elif "OMPI_COMM_WORLD_RANK" in env and _integer(env, "OMPI_COMM_WORLD_SIZE") > 1:
-        world = _openmpi(env)
     else:
-        return None
+        mpi = next((mpi for mpi in MPIS if mpi.rank in env or mpi.size in env), None)
+        if mpi is None or _integer(env, mpi.size) == 1:
+            return None
+        world = _mpi(env, mpi)
     _check(world)
     return world
 
@@ -98,13 +122,13 @@ def _slurm_tasks(env: Mapping[str, str]) -> int:
 def _slurm(env: Mapping[str, str]) -> World:
     counts = expand_counts(_text(env, "SLURM_STEP_TASKS_PER_NODE"))
     size, node = _slurm_tasks(env), _integer(env, "SLURM_NODEID")
-    if sum(counts) != size or node >= len(counts):
+    if sum(counts) != size or not 0 <= node < len(counts):
         raise LaunchError(
             f"Slurm started {size} tasks, this one on node number {node}, but SLURM_STEP_TASKS_PER_NODE="
             f"{env['SLURM_STEP_TASKS_PER_NODE']} places {sum(counts)} on {len(counts)} nodes"
         )
     host = env.get("MASTER_ADDR")
-    if host is None:
+    if not host:
         host = "127.0.0.1" if len(counts) == 1 else expand_hosts(_text(env, "SLURM_STEP_NODELIST"))[0]
     step = f"{_text(env, 'SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
     return World(
@@ -119,21 +143,21 @@ def _slurm(env: Mapping[str, str]) -> World:
     )
 
 
-def _openmpi(env: Mapping[str, str]) -> World:
-    size, local_size = _integer(env, "OMPI_COMM_WORLD_SIZE"), _integer(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+def _mpi(env: Mapping[str, str], mpi: Mpi) -> World:
+    size, local_size = _integer(env, mpi.size), _integer(env, mpi.local_size)
     host = env.get("MASTER_ADDR")
-    if host is None:
+    if not host:
         if local_size != size:
             raise LaunchError(
-                f"Open MPI started {size} ranks on several nodes but does not say where rank 0 is: "
-                "give it with mpirun -x MASTER_ADDR=<host of rank 0>"
+                f"{mpi.name} started {size} ranks on several nodes but does not say where rank 0 is: "
+                "give them MASTER_ADDR=<host of rank 0> (mpirun -x MASTER_ADDR=... or -genv MASTER_ADDR ...)"
             )
         host = "127.0.0.1"
     return World(
-        launcher="Open MPI",
-        rank=_integer(env, "OMPI_COMM_WORLD_RANK"),
+        launcher=mpi.name,
+        rank=_integer(env, mpi.rank),
         size=size,
-        local_rank=_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_rank=_integer(env, mpi.local_rank),
         local_size=local_size,
         nodes=-(-size // max(1, local_size)),
         host=host,
@@ -170,6 +194,8 @@ def _expand(item: str) -> list[str]:
     names: list[str] = []
     for part in found[2].split(","):
         low, _, high = part.partition("-")
+        if not low.isdigit() or not (high or low).isdigit():
+            raise LaunchError(f"cannot read the nodes {item!r} of Slurm's list; expected for example gpu[01-03,7]")
         numbers = [str(n).zfill(len(low)) for n in range(int(low), int(high or low) + 1)]
         names += [f"{found[1]}{number}{rest}" for number in numbers for rest in _expand(found[3])]
     return names

@@ -25,6 +25,7 @@ from gpt3d.launch.rank import Outcome, leave, run_body
 from gpt3d.launch.rank_map import check_rank_map
 
 START_LIMIT_SECONDS = 300.0
+NAME_LIMIT_SECONDS = 20.0  # a name service may need a moment at the start of a large job
 END_LIMIT_SECONDS = 30.0
 WATCH_SECONDS = 1.0
 GRACE_SECONDS = 3.0
@@ -120,6 +121,7 @@ def _open_store(world: World, limit: float) -> Any:
     """The world's key-value store: torchrun's own, else one that rank 0 hosts. torch's env:// shares it later."""
     import torch.distributed as dist
 
+    _find_host(world, min(limit, NAME_LIMIT_SECONDS))
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=limit))))
     except (RuntimeError, ValueError) as error:
@@ -135,6 +137,23 @@ def _open_store(world: World, limit: float) -> Any:
             f"(MASTER_ADDR:MASTER_PORT, limit {limit:g} s): {advice} ({reason})"
         ) from None
     return store
+
+
+def _find_host(world: World, limit: float) -> None:
+    """Wait until this node knows the address of rank 0's; LaunchError if not soon (torch tries for minutes)."""
+    end = time.monotonic() + limit
+    while True:
+        try:
+            socket.getaddrinfo(world.host, world.port)
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise LaunchError(
+                    f"rank {world.rank} on {socket.gethostname()} finds no host named {world.host}, where rank 0 is to "
+                    f"be ({error.strerror}): set MASTER_ADDR to a name or address of rank 0's node on all ranks"
+                    + ("; NodeAddr in `scontrol show node` is one" if world.launcher == "Slurm" else "")
+                ) from None
+        time.sleep(1)
 
 
 def _meet(store: Any, world: World, config: dict[str, Any], limit: float) -> str:

@@ -76,9 +76,11 @@ def run_ranks(
                 raise failure
         except (KeyboardInterrupt, SystemExit):
             if grace > GRACE_SECONDS:
-                print(
-                    f"gpt3d: the ranks may save, for up to {grace:g} s; a further signal ends them at once", flush=True
-                )
+                with contextlib.suppress(OSError):  # perhaps the terminal's end is the reason
+                    print(
+                        f"gpt3d: the ranks may save, for up to {grace:g} s; a further signal ends them at once",
+                        flush=True,
+                    )
             raise
         finally:
             interrupts.ending = True

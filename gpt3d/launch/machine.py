@@ -30,8 +30,11 @@ def this_machine(config: RunConfig, joined: environment.World | None = None) -> 
 def _first_gpu() -> tuple[str | None, float | None]:
     """Name and GB of the first GPU, asked of the driver's tool: through torch this process would hold GPU memory."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG"):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+    if visible.startswith("MIG"):
         return None, None  # the tool would tell of the whole GPU
+    if visible:
+        query += ["-i", visible]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
         name, _, mebibytes = answer.splitlines()[0].rpartition(",")

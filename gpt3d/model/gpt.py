@@ -117,7 +117,7 @@ class GPTStage(nn.Module):
         self.head = on_built(Head(make, model, tied)) if last else None
         self.rotary: Rotary | None = None
         if model.position == "rope":
-            self.rotary = rotary_table(model, seq_len, layout.device)
+            self.rotary = rotary_table(model, seq_len, layout.device, dtype)
 
     def forward(self, x: Tensor, seed: int, labels: Tensor | None = None, context: Context | None = None) -> Tensor:
         rotary, position_ids = self.rotary, None

@@ -27,14 +27,19 @@ def rotary_frequencies(model: ModelConfig) -> Tensor:
     return frequency * (keep + (1.0 - keep) / scaling.factor)
 
 
-def rotary_table(model: ModelConfig, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, fp32 [s, 1, 1, head_dim]."""
+def rotary_table(
+    model: ModelConfig, seq_len: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [s, 1, 1, head_dim], computed in fp32; `dtype` is that of the activations they turn.
+
+    Rounded here, once: rounded in each layer, autograd would keep a copy for each layer and microbatch.
+    """
     angle = torch.outer(torch.arange(seq_len, dtype=torch.float32), rotary_frequencies(model))
     angle = torch.cat([angle, angle], dim=-1)[:, None, None, :].to(device)
-    return angle.cos(), angle.sin()
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn the dims (i, i + head_dim/2) of x [s, b, heads, head_dim] by their position's angle."""
+    """Turn the dims (i, i + head_dim/2) of x [s, b, heads, head_dim] by their position's angle; all of one dtype."""
     first, second = x.chunk(2, dim=-1)
-    return x * cosine.to(x.dtype) + torch.cat([-second, first], dim=-1) * sine.to(x.dtype)
+    return x * cosine + torch.cat([-second, first], dim=-1) * sine

@@ -74,6 +74,9 @@ def select(local_rank: int, wanted: str = "auto") -> Device:
     if kind(wanted) == "cpu":
         return Device(torch.device("cpu"), "gloo")
     present = torch.cuda.device_count()
+    if present == 1 and "SLURM_LOCALID" in os.environ:  # srun --gpus-per-task=1: each task sees its own GPU alone
+        local_rank = 0
+        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed takes its device from this
     if local_rank >= present:
         raise DeviceError(
             f"local rank {local_rank} has no GPU: this machine shows {present} "

@@ -103,6 +103,22 @@ class Transport:
     receive_activation: Channel | None = None
     send_gradient: Channel | None = None
     receive_gradient: Channel | None = None
+    links: list[tuple[Channel, Channel]] = field(default_factory=list)  # up and down; in an order without cycles
+
+    def meet(self) -> None:
+        """Use each channel once. All ranks call it before the first step.
+
+        NCCL connects two ranks at their first message and holds up the host until both are there: a receive that is
+        posted ahead would wait so for what its own rank has yet to send.
+        """
+        for up, down in self.links:
+            token = torch.zeros(1, device=up.device)
+            if up is self.send_activation:
+                dist.send(token, up.peer, group=up.handle)
+                dist.recv(token, down.peer, group=down.handle)
+            else:
+                dist.recv(token, up.peer, group=up.handle)
+                dist.send(token, down.peer, group=down.handle)
 
     def release(self, arrived: Arrived) -> None:
         """Let go of what has arrived since the last flush."""
@@ -149,7 +165,9 @@ def connect(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, *, ring:
         if here == lower:
             transport.send_activation = Channel(peer, up, layout.device)
             transport.receive_gradient = Channel(peer, down, layout.device)
+            transport.links.append((transport.send_activation, transport.receive_gradient))
         if here == upper:
             transport.receive_activation = Channel(peer, up, layout.device)
             transport.send_gradient = Channel(peer, down, layout.device)
+            transport.links.append((transport.receive_activation, transport.send_gradient))
     return transport

@@ -14,9 +14,9 @@ from gpt3d.config.arithmetic import num_microbatches, stage_layers
 from gpt3d.config.schema import ModelConfig, RunConfig
 from gpt3d.model.flops import layer_parameters, norm_parameters
 from gpt3d.pipeline.schedule import Kind
+from gpt3d.planner.dtypes import BYTES
 from gpt3d.planner.moments import Moment, moments
-
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+from gpt3d.planner.partition import Passing, gradient_bytes, has_bf16_optimizer, passing
 
 
 def layer_activations(
@@ -52,9 +52,7 @@ def layer_activations(
         scores = model.num_heads // tp * seq_len
         matrix = scores * (2 * element + 1 if model.attention_dropout else element)
     if recompute == "none":
-        # Flash attention's log-sum-exp; and each layer rounds the rotary tables anew and keeps them, for q and for k.
-        matrix += 4 * model.num_heads // tp if flash else 0
-        attention += 4 * model.head_dim * element // micro_batch if model.position == "rope" and element < 4 else 0
+        matrix += 4 * model.num_heads // tp if flash else 0  # its log-sum-exp
     return tokens * (whole // outside + attention + mlp + matrix)
 
 
@@ -84,10 +82,12 @@ class Chunk(NamedTuple):
 
 @dataclass
 class Rank:
-    """What `fullest_moment` looks at: one stage of a configuration. What it works out, it works out once."""
+    """What `fullest_moment` looks at: one rank of a configuration. What it works out, it works out once."""
 
     config: RunConfig
+    dp: int
     stage: int
+    copy: int  # which of the dp ranks
     on_cpu: bool
     flash: bool
 
@@ -162,6 +162,20 @@ class Rank:
         count = self.config.pipeline.chunks
         return [Chunk(self._kept(i), self._postponed(i), self._weights(i)) for i in range(count)]
 
+    @property
+    def parameters(self) -> int:
+        return sum(chunk.weights for chunk in self.chunks)
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients that this rank keeps on its device."""
+        return gradient_bytes(self.config, self.dp, self.parameters)
+
+    @cached_property
+    def passing(self) -> list[Passing]:
+        """What DeepSpeed takes for a while as gradients come, beside its buckets."""
+        return list(passing(self.config, self.dp, self.stage, self.parameters, self.copy))
+
     def backward_work(self, split: bool) -> int:
         """The most that the backward of a layer needs beyond what forward kept of it, less what it has freed.
 
@@ -199,32 +213,60 @@ def largest_weight(config: RunConfig, stage: int) -> int:
     return max(up, vocabulary_weight(config) if stage in (0, config.parallel.pp - 1) else 0)
 
 
-def _points(config: RunConfig, dp: int, stage: int, on_cpu: bool, flash: bool) -> list[tuple[int, int, int, int]]:
-    """(activations, logits, work, missing) wherever in a step they may be most."""
-    rank, count = Rank(config, stage, on_cpu, flash), max(1, num_microbatches(config, dp))
-    found = moments(config.pipeline.schedule, config.parallel.pp, config.pipeline.chunks, count, stage)
-    return [point for moment in found for point in _at(rank, moment)]
+Point = tuple[int, int, int, int]  # activations, logits, work, and bytes of gradients not there by then
 
 
-def fullest_moment(config: RunConfig, dp: int, stage: int, on_cpu: bool, flash: bool) -> tuple[int, int, int, int]:
-    """(activations, logits, work, missing) when they are most; `missing`: bytes of gradients not there by then."""
-    points = _points(config, dp, stage, on_cpu, flash)
-    return max(points, key=lambda point: point[0] + point[1] + point[2] - point[3])
+def _points(rank: Rank) -> list[Point]:
+    """Wherever in a step they may be most."""
+    c = rank.config
+    count = max(1, num_microbatches(c, rank.dp))
+    found = moments(c.pipeline.schedule, c.parallel.pp, c.pipeline.chunks, count, rank.stage)
+    points = [point for moment in found for point in _at(rank, moment)]
+    taking = found if c.zero.stage > 1 else [_last_backward(c, graded=count > 1)]
+    points += [point for x in rank.passing for moment in taking for point in _with_passing(rank, x, moment)]
+    return points
+
+
+def fullest_moment(rank: Rank) -> Point:
+    """The point of a step at which they are most together."""
+    return max(_points(rank), key=lambda point: point[0] + point[1] + point[2] - point[3])
 
 
 def most_activations(config: RunConfig, dp: int, stage: int, flash: bool = True) -> int:
     """Bytes of activations when they themselves are most, whatever else there is by then."""
-    return max(point[0] for point in _points(config, dp, stage, False, flash))
+    return max(point[0] for point in _points(Rank(config, dp, stage, dp - 1, False, flash)))
 
 
-def _at(rank: Rank, moment: Moment) -> list[tuple[int, int, int, int]]:
+def _last_backward(config: RunConfig, graded: bool) -> Moment:
+    """The start of the last action of a step, the only one in which ZeRO-1 reduces gradients."""
+    chunks, split = config.pipeline.chunks, config.pipeline.schedule == "zb_h1" and config.parallel.pp > 1
+    one, none = (1, *[0] * (chunks - 1)), (0,) * chunks
+    kind = Kind.BACKWARD_WEIGHT if split else Kind.BACKWARD
+    return Moment(kind, 0, False, none if split else one, one if split else none, (graded,) * chunks)
+
+
+def _with_passing(rank: Rank, passing: Passing, moment: Moment) -> list[Point]:
+    """The points of a backward in which DeepSpeed has just taken that."""
+    if moment.kind in (Kind.FORWARD, Kind.BACKWARD_INPUT):
+        return []
+    made = passing.before if moment.kind is Kind.BACKWARD and not moment.ending else 0.0
+    gone = int(made * rank.chunks[moment.chunk].kept)
+    left = 0.0 if rank.config.zero.stage == 2 else 1.0 - made  # stage 2's part is there with its first gradient
+    points = [point for point in _at(rank, moment) if not point[1]]  # with logits no gradient is there yet
+    return [(a - gone, logits, work + passing.size, int(left * missing)) for a, logits, work, missing in points]
+
+
+def _at(rank: Rank, moment: Moment) -> list[Point]:
     """The same for the fullest points of one moment."""
     s, c, kind, chunk = rank.sizes, rank.config, moment.kind, moment.chunk
     split, final = kind is Kind.BACKWARD_INPUT, c.pipeline.chunks - 1
     counts = zip(rank.chunks, moment.held, moment.postponed, strict=True)
     kept = sum(held * part.kept + postponed * part.postponed for part, held, postponed in counts)
-    grad = BYTES[c.precision.grad_dtype] if c.zero.stage == 0 else 0
+    whole = c.zero.stage == 0 or (c.zero.stage == 1 and not has_bf16_optimizer(c))
+    grad = BYTES[c.precision.grad_dtype] if whole else 0
     missing = grad * sum(part.weights for part, there in zip(rank.chunks, moment.graded, strict=True) if not there)
+    if c.zero.stage == 2 and not any(moment.graded):
+        missing = rank.gradients
     messages = 3 * s.shard if c.parallel.pp > 1 else 0
     others = moment.held[final] - (0 if moment.ending else 1) if rank.is_last(final) else 0
     logits = 4 * s.logits * max(0, others)  # the softmax of microbatches whose backward is to come

@@ -14,9 +14,11 @@ from gpt3d.config.schema import RunConfig
 from gpt3d.model.flops import layer_parameters, norm_parameters
 from gpt3d.pipeline.check import check
 from gpt3d.pipeline.schedule import all_ranks
-from gpt3d.planner.activations import BYTES, fullest_moment, largest_weight, layer_activations
+from gpt3d.planner.activations import Rank, fullest_moment, largest_weight, layer_activations
+from gpt3d.planner.dtypes import BYTES
+from gpt3d.planner.partition import gradient_bytes, has_bf16_optimizer, has_own_type, host_bytes, largest
 
-__all__ = ["BYTES", "layer_activations"]  # for those who import all of memory from here
+__all__ = ["layer_activations"]  # for those who import all of memory from here
 
 GB = 2**30
 
@@ -37,7 +39,8 @@ class RankMemory:
     activations: int
     logits: int
     work: int  # messages, gathered parameters, and what a layer needs beside its activations while it computes
-    buffers: int
+    buffers: int  # buckets of gradients on their way
+    buffers_stay: bool  # whether they are there in the optimizer step as well
     margin: int
     update: int  # what the optimizer step needs beyond the state, when activations, logits and work are gone
     missing: int  # gradients that come after that
@@ -50,8 +53,9 @@ class RankMemory:
 
     @property
     def step(self) -> int:
-        """What the optimizer step needs beyond the memory of the activations, logits and work, which are gone then."""
-        return max(0, self.update + self.missing - self.activations - self.logits - self.work)
+        """What the optimizer step needs beyond the memory of what is gone by then: activations, logits, work."""
+        gone = self.activations + self.logits + self.work + (0 if self.buffers_stay else self.buffers)
+        return max(0, self.update + self.missing - gone)
 
     @property
     def device(self) -> int:
@@ -141,8 +145,11 @@ def layers_in_flight(config: RunConfig, dp: int, stage: int) -> float:
     return sum(stage_layers(config)[stage::pp]) * held / chunks
 
 
-def stage_memory(config: RunConfig, dp: int, stage: int, on_cpu: bool = False, flash: bool = True) -> RankMemory:
-    """Bytes of one rank of this pipeline stage."""
+def stage_memory(
+    config: RunConfig, dp: int, stage: int, on_cpu: bool = False, flash: bool = True, copy: int | None = None
+) -> RankMemory:
+    """Bytes of one rank of this pipeline stage: of data-parallel rank `copy`, by default the last, which has most."""
+    copy = dp - 1 if copy is None else copy
     zero, precision = config.zero, config.precision
     parameters = stage_parameters(config, stage)
     kinds = state_bytes(precision.dtype, precision.grad_dtype, zero.stage)
@@ -150,23 +157,22 @@ def stage_memory(config: RunConfig, dp: int, stage: int, on_cpu: bool = False, f
     def held(size: int, cut: bool) -> int:
         return -(-parameters * size // dp) if cut else parameters * size
 
-    weights, gradients, optimizer = map(held, (kinds.weights, kinds.gradients, kinds.optimizer), kinds.shared)
-    update, host = _update(config, dp, stage, on_cpu), 0
+    weights, _, optimizer = map(held, (kinds.weights, kinds.gradients, kinds.optimizer), kinds.shared)
+    gradients, update = gradient_bytes(config, dp, parameters), _update(config, dp, stage, on_cpu)
     if zero.offload_optimizer == "cpu":
-        host, optimizer, update = optimizer, 0, 0
-        # From stage 2 on the reduced gradients go to the host as well, where the update happens.
-        if zero.stage >= 2:
-            host, gradients = host + gradients, 0
+        optimizer = update = 0
     if zero.offload_param == "cpu":
-        host, weights = host + weights, 0
-    activations, logits, work, missing = fullest_moment(config, dp, stage, on_cpu, flash)
+        weights = 0
+    activations, logits, work, missing = fullest_moment(Rank(config, dp, stage, copy, on_cpu, flash))
     work, buffers = work + gathered_parameters(config, dp, stage), zero_buckets(config)
+    if zero.offload_optimizer == "cpu" and zero.stage < 3:
+        work += largest(config, stage) * BYTES[precision.dtype]  # through which gradients go to the host
     axes = (config.parallel.tp, config.parallel.pp, dp)
     fixed = CONTEXT_GB + NCCL_GB * sum(axis > 1 for axis in axes)
     margin = int(fixed * GB + FRAGMENTATION * (activations + logits + work + buffers))
     return RankMemory(
-        parameters, weights, gradients - missing, optimizer, activations, logits, work, buffers, margin,
-        update, missing, host,
+        parameters, weights, gradients - missing, optimizer, activations, logits, work, buffers, zero.stage == 3,
+        margin, update, missing, host_bytes(config, dp, stage, parameters, copy),
     )  # fmt: skip
 
 
@@ -183,17 +189,24 @@ def _update(config: RunConfig, dp: int, stage: int, on_cpu: bool) -> int:
         return max(parameters * grad if dp > 1 else 0, copies + temporaries)  # replicas reduce one flat copy
     own = -(-parameters // dp)
     temporaries = 8 * own if on_cpu else 0
-    if zero == 1 and grad > BYTES[config.precision.dtype]:
-        return temporaries  # DeepSpeed's BF16_Optimizer has its fp32 gradients ready
-    # The other stages flatten their part of the gradients in fp32; of stage 1's whole gradients only that part is left.
+    if zero < 3 and not has_own_type(config):
+        return temporaries  # the fp32 gradients are one flat buffer already
+    # Otherwise the rank's part of them is flattened in fp32; of stage 1's whole gradients only that part is left.
     flat = max(4 * own, temporaries) if grad == 4 else 4 * own + temporaries
     return flat - (parameters - own) * grad if zero == 1 else flat
 
 
 def zero_buckets(config: RunConfig) -> int:
-    """Bytes in which ZeRO 2 and 3 collect gradients before they are reduced."""
-    zero, element = config.zero, BYTES[config.precision.dtype]
-    return zero.reduce_bucket_size * element * (2 if zero.overlap_comm else 1) if zero.stage >= 2 else 0
+    """Bytes in which DeepSpeed collects gradients before it reduces them.
+
+    Stages 1 and 2 have one during backwards, two with overlap, stage 2's of the parameters' type; stage 3 has one all
+    the time. BF16_Optimizer has none.
+    """
+    zero, precision = config.zero, config.precision
+    if zero.stage == 0 or has_bf16_optimizer(config):
+        return 0
+    size = zero.reduce_bucket_size * BYTES[precision.dtype if zero.stage == 2 else precision.grad_dtype]
+    return size * (2 if zero.overlap_comm and zero.stage < 3 else 1)
 
 
 def gathered_parameters(config: RunConfig, dp: int, stage: int) -> int:

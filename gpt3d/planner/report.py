@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 from gpt3d.config.arithmetic import World, num_microbatches, resolve_dp, stage_layers
@@ -193,3 +195,14 @@ def _stage_rows(plan: MemoryPlan) -> list[list[str]]:
         start = [str(stage), str(layers), f"{flight:g}", f"{memory.parameters:,}"]
         rows.append([*start, *sizes, f"{memory.total / unit:,.1f}"])
     return rows
+
+
+def write_json(config: RunConfig, data: dict[str, Any]) -> str | None:
+    """Write `data` where `plan_json` says; what to tell if that can't be."""
+    if config.plan_json is None:
+        return None
+    try:
+        Path(config.plan_json).write_text(json.dumps(data, indent=2) + "\n")
+    except OSError as error:
+        return f"gpt3d: plan_json={config.plan_json} can't be written: {error.strerror}"
+    return None

@@ -15,9 +15,11 @@ from gpt3d.config.schema import RunConfig
 from gpt3d.model.flops import hardware_flops_per_token, model_flops_per_token
 from gpt3d.pipeline.schedule import all_ranks
 from gpt3d.pipeline.simulate import Timeline, simulate
+from gpt3d.planner.dtypes import BYTES
 from gpt3d.planner.machine import EXPOSED, HIDDEN, HOP, HOST_ADAM, LATENCY, MEMORY, PASSES, PCIE, Machine
-from gpt3d.planner.memory import BYTES, piece_parameters
-from gpt3d.planner.traffic import zero_bytes
+from gpt3d.planner.memory import piece_parameters
+from gpt3d.planner.partition import has_own_type
+from gpt3d.planner.traffic import sent, zero_traffic
 
 SIMULATED = 20_000  # actions up to which the schedule itself is simulated; beyond that its closed form is used
 
@@ -152,8 +154,11 @@ def ring(machine: Machine, work: Work) -> float:
     """Seconds of one all-reduce over tp of a layer's output, or of the equal reduce-scatter and all-gather."""
     if work.tp == 1:
         return 0.0
-    bytes_sent = 2 * (work.tp - 1) / work.tp * work.tokens * work.hidden * work.element
-    return bytes_sent / machine.link(work.tp, machine.gpus_per_node) + 2 * LATENCY
+    return (
+        sent("all-reduce", work.tokens * work.hidden * work.element, work.tp)
+        / machine.link(work.tp, machine.gpus_per_node)
+        + 2 * LATENCY
+    )
 
 
 @cache
@@ -241,27 +246,18 @@ def _data_parallel(config: RunConfig, dp: int, machine: Machine, compute: float)
     """Seconds of gradient reduction and of parameter gathers that are exposed, and of both that ZeRO-2 and 3 hide."""
     if dp == 1:
         return 0.0, 0.0, 0.0
-    stage, tp = config.zero.stage, config.parallel.tp
-    total = zero_bytes(config, dp, stage)
-    # Stage 0 sends each gradient twice (it reduces, then gathers), the others once, or once a microbatch.
-    times = {0: 2, 1: 1}.get(stage, num_microbatches(config, dp))
-    reduced = min(total, zero_bytes(config, dp, 0) // 2 * times)
-    local = max(1, machine.gpus_per_node // tp)
-    # A ring goes around all nodes for each bucket.
-    pieces = piece_parameters(config)
-    buckets = max(sum(pieces[rank :: config.parallel.pp]) for rank in range(config.parallel.pp))
-    buckets = -(-buckets // config.zero.reduce_bucket_size)
-    rounds = buckets * (times + _gathers(config, times)) * (dp // local)
+    stage, tp, pieces = config.zero.stage, config.parallel.tp, piece_parameters(config)
+    parameters = max(sum(pieces[rank :: config.parallel.pp]) for rank in range(config.parallel.pp))
+    passes = list(zero_traffic(config, dp, stage, parameters))
+    moved = {kind: sent(kind, times * each, dp) for kind, each, times in passes}
+    total, local = sum(moved.values()), max(1, machine.gpus_per_node // tp)
+    # A ring goes around all nodes for each bucket; in an all-reduce twice.
+    rings = sum(times * (2 if kind == "all-reduce" else 1) for kind, _, times in passes)
+    rounds = -(-parameters // config.zero.reduce_bucket_size) * rings * (dp // local)
     seconds = total / machine.link(dp * tp, local) + HOP * rounds
     hidden = min(seconds, HIDDEN * compute) if stage >= 2 and config.zero.overlap_comm else 0.0
-    share = reduced / total
+    share = 1 - moved.get("all-gather", 0) / total
     return (seconds - hidden) * share, (seconds - hidden) * (1 - share), hidden
-
-
-def _gathers(config: RunConfig, microbatches: int) -> int:
-    """Times that parameters are gathered in a step."""
-    split = config.pipeline.schedule == "zb_h1" and config.parallel.pp > 1
-    return {0: 0, 1: 1, 2: 1}.get(config.zero.stage, microbatches * (3 if split else 2))
 
 
 def _update(config: RunConfig, dp: int, machine: Machine, count: int) -> tuple[float, float]:
@@ -273,8 +269,8 @@ def _update(config: RunConfig, dp: int, machine: Machine, count: int) -> tuple[f
     optimizer, offload = held * 2 * (12 + gradient) / (machine.memory * MEMORY), 0.0
     if zero.offload_optimizer == "cpu":
         optimizer, offload = 0.0, held * ((gradient + weight) / PCIE + 28 / HOST_ADAM)
-        # DeepSpeed adds each microbatch to the sum on the host: there and back, in stage 2 all of it on every rank.
-        summed = held * (dp if zero.stage == 2 else 1) if zero.stage >= 2 else 0
+        # DeepSpeed adds each microbatch to the sum on the host, there and back; stage 2's fp32 sums stay on the GPU.
+        summed = held if zero.stage == 3 or (zero.stage == 2 and has_own_type(config)) else 0
         offload += 2 * (count - 1) * summed * gradient / PCIE
     if zero.offload_param == "cpu":
         offload += 2 * count * held * weight / PCIE

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from gpt3d.config.arithmetic import num_microbatches, stage_layers
 from gpt3d.config.schema import RunConfig
-from gpt3d.planner.memory import BYTES, piece_parameters, size
+from gpt3d.planner.dtypes import BYTES
+from gpt3d.planner.memory import piece_parameters, size
 
 
 class Call(NamedTuple):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import math
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import IO, cast
 
 from rich.console import Console as Terminal
 from rich.console import RenderableType
@@ -58,16 +59,15 @@ class LiveConsole(Console):
         self.losses: list[float] = []
         self.validation: float | None = None
         self.moment = self.begun  # of the last line, from which the time left is counted down
-        self.terminal = Terminal(file=sys.stdout, highlight=False, soft_wrap=False)
+        self.terminal = Terminal(file=cast("IO[str]", self.out), highlight=False, soft_wrap=False)
         self.live: Live | None = None
 
     def advance(self, steps: int = 1) -> None:
         self.done += steps
         if self.live is None:  # not before training: what is said at the start is not disturbed
             self.live = Live(console=self.terminal, get_renderable=self.render, refresh_per_second=REFRESHES)
-            with contextlib.suppress(OSError):
-                self.live.start()
-                self.terminal.show_cursor(True)
+            self.live.start()
+            self.terminal.show_cursor(True)
 
     def log(self, metrics: Metrics) -> None:
         loss, validation = metrics.get("loss"), metrics.get("validation_loss")
@@ -79,15 +79,14 @@ class LiveConsole(Console):
             self.print(validation_line(metrics, self.total))
 
     def print(self, text: str) -> None:
-        if self.live is None:
-            return super().print(text)
-        with contextlib.suppress(OSError):
+        if self.live is not None:
             self.terminal.print(text, markup=False, emoji=False, soft_wrap=True)
+        else:
+            super().print(text)
 
     def close(self) -> None:
         if self.live is not None:
-            with contextlib.suppress(OSError):
-                self.live.stop()
+            self.live.stop()
             self.live = None
 
     def render(self) -> RenderableType:
@@ -132,15 +131,20 @@ class LiveConsole(Console):
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as `width` blocks at most, each the mean of some neighbours; the lowest is the lowest block."""
+    """The values as `width` blocks at most, each the mean of some neighbours; the lowest is the lowest block.
+
+    What is no finite number is drawn as "!".
+    """
     if not values or width < 1:
         return ""
     count = min(width, len(values))
     edges = [i * len(values) // count for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
+    finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
+    low, span = min(finite), max(finite) - min(finite)
+    top = len(BLOCKS) - 1
+    # Divided first: the reciprocal of a tiny span would overflow.
+    return "".join(BLOCKS[round((x - low) / (span or 1.0) * top)] if math.isfinite(x) else "!" for x in means)
 
 
 def flow(items: Sequence[str], width: int) -> list[str]:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
-from io import FileIO, TextIOWrapper
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from gpt3d.tracking.metrics import Metrics
+from gpt3d.tracking.terminal import LastingOutput
 
 
 class Console:
     """One line a logged step. A terminal that has gone, or cannot show a letter, never stops the run."""
 
     def __init__(self, total_steps: int) -> None:
-        self.total = total_steps
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a sample has letters that not every terminal's encoding knows
+        self.total, self.out = total_steps, LastingOutput()
 
     def advance(self, steps: int = 1) -> None:
         """So many more steps are done."""
@@ -34,8 +32,7 @@ class Console:
 
     def print(self, text: str) -> None:
         """A line of text."""
-        with contextlib.suppress(OSError):
-            print(text, flush=True)
+        print(text, file=self.out, flush=True)
 
     def close(self) -> None:
         """Nothing more comes."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gpt3d.config.deepspeed import extra_keys
+from gpt3d.config.deepspeed import UNSPLIT, extra_keys
+from gpt3d.config.problems import Problem, nearest
 from gpt3d.config.schema import RunConfig
-
-UNSPLIT = (
-    10**12
-)  # more elements than any rank holds: one sub-group, so that the norm is reduced equally often everywhere
 
 
 def derive_ds_config(config: RunConfig) -> dict[str, Any]:
@@ -43,6 +40,71 @@ def derive_ds_config(config: RunConfig) -> dict[str, Any]:
             "hysteresis": 1,
         }
     return _merge(derived, extra_keys(config))
+
+
+class _Reading(dict[str, Any]):
+    """A DeepSpeed config that notes which of its keys are looked at."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        super().__init__(content)
+        self.asked: set[str] = set()
+
+    def __copy__(self) -> _Reading:
+        return self
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+def refused_keys(config: RunConfig, device: str) -> list[Problem]:
+    """What DeepSpeed itself doesn't know or take of `zero.deepspeed`. Imports it, for "cpu" or "cuda"."""
+    from gpt3d.launch.preload import prepare_deepspeed
+
+    prepare_deepspeed(device)
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    extra, read = extra_keys(config), _Reading(derive_ds_config(config))
+    try:
+        DeepSpeedConfig(read)
+    except Exception as error:
+        # pydantic's, in most cases: then it says which key and why
+        details = error.errors() if hasattr(error, "errors") else []
+        if not details:
+            why = f"DeepSpeed refuses them: {str(error).splitlines()[0]}"
+            return [Problem("zero.deepspeed", extra, why, "see DeepSpeed's documentation of its JSON")]
+        problems = []
+        for one in details:
+            name = ".".join(map(str, one["loc"]))
+            why = "DeepSpeed has no such key" if one["type"] == "extra_forbidden" else f"DeepSpeed says: {one['msg']}"
+            problems.append(Problem(f"zero.deepspeed.{_path_to(extra, name)}", one["input"], why))
+        return problems
+    unknown = [key for key in extra if key not in read.asked]
+    return [
+        Problem(f"zero.deepspeed.{key}", None, "DeepSpeed has no such key", _close(key, read.asked)) for key in unknown
+    ]
+
+
+def _close(key: str, known: set[str]) -> str:
+    names = nearest(key, known)
+    return f"nearest: {', '.join(names)}" if names else ""
+
+
+def _path_to(tree: dict[str, Any], name: str) -> str:
+    """`name` with the sections it stands in, as far as `tree` tells."""
+    first = name.partition(".")[0]
+    for section, content in tree.items():
+        if isinstance(content, dict) and first in content:
+            return f"{section}.{name}"
+    return name
 
 
 def _zero_section(config: RunConfig) -> dict[str, Any]:

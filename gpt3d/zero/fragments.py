@@ -158,12 +158,13 @@ class ShardedState:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
-def _adam_state(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
-    """torch's Adam makes its state at the first step; this is that state before any."""
-    state: dict[str, Tensor] = optimizer.state[master]
+def _adam_state(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Any]:
+    """Adam makes its state at the first step; this is that state before any. DeepSpeed's counts steps in an int."""
+    state: dict[str, Any] = optimizer.state[master]
     if "exp_avg" not in state:
-        on_device = bool(optimizer.param_groups[0]["fused"])
-        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if on_device else "cpu")
+        fused = optimizer.param_groups[0].get("fused")  # absent: DeepSpeed's
+        device = master.device if fused else "cpu"
+        state["step"] = 0 if fused is None else torch.zeros((), dtype=torch.float32, device=device)
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master.data), torch.zeros_like(master.data)
     return state
 
@@ -177,7 +178,8 @@ def _adam_steps(optimizer: torch.optim.Optimizer) -> int:
 
 def _set_adam_steps(optimizer: torch.optim.Optimizer, masters: Any, steps: int) -> None:
     for master in masters:
-        _adam_state(optimizer, master)["step"].fill_(steps)
+        state = _adam_state(optimizer, master)
+        state["step"] = steps if isinstance(state["step"], int) else state["step"].fill_(steps)
 
 
 def read_scaler(scaler: Any) -> dict[str, float]:

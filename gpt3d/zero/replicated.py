@@ -2,7 +2,7 @@
 
 DeepSpeed's own stage 0 accumulates bf16 gradients in bf16 and drifted 3e-3 in the loss, ten times the other stages, so
 this is ours: fp32 master weights beside low-precision parameters, gradients accumulated in `precision.grad_dtype`,
-one all-reduce per step.
+all-reduced once per step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from gpt3d.parallel.split_backward import WeightGradients, backward_input
 from gpt3d.zero.engine import DTYPES, OnGradients, StepResult, parameter_groups, tied_parameters
 from gpt3d.zero.loss_scaler import LossScaler
 
+BUCKET_SIZE = 2**26  # numbers of gradients that are all-reduced together
+
 
 class ReplicatedEngine:
     """AdamW on fp32 masters with an averaged gradient; see `Engine` for the contract."""
@@ -31,6 +33,7 @@ class ReplicatedEngine:
     def __init__(self, config: RunConfig, layout: Layout, module: nn.Module) -> None:
         self.layout, self.module, self.clip = layout, module, config.optimizer.grad_clip
         self.on_gradients: OnGradients | None = None
+        self.bucket_size = BUCKET_SIZE
         self.tied = tied_parameters(module, config, layout)
         self.scaler = LossScaler(config.precision)
         groups = parameter_groups(module, config.optimizer.weight_decay)
@@ -94,16 +97,27 @@ class ReplicatedEngine:
         return StepResult(math.inf if skipped else norm, skipped)
 
     def _average_gradients(self) -> None:
-        """One flat all-reduce over DP per gradient dtype."""
+        """All-reduce over DP, several gradients at a time: few messages, and a copy of one bucket only."""
         if self.layout.dp.size == 1:
             return
-        grads = [p.grad for p in self.masters if p.grad is not None]
-        flat = torch.cat([g.flatten() for g in grads])
+        bucket: list[Tensor] = []
+        for grad in (p.grad for p in self.masters if p.grad is not None):
+            if bucket and sum(g.numel() for g in bucket) + grad.numel() > self.bucket_size:
+                self._average(bucket)
+                bucket = []
+            bucket.append(grad)
+        if bucket:
+            self._average(bucket)
+
+    def _average(self, grads: list[Tensor]) -> None:
+        alone = len(grads) == 1 and grads[0].is_contiguous()
+        flat = grads[0].view(-1) if alone else torch.cat([g.flatten() for g in grads])
         self.layout.dp.count(flat, passes=2)
         dist.all_reduce(flat, group=self.layout.dp.handle)
         flat.div_(self.layout.dp.size)
-        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
+        if not alone:
+            for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
 
     def _grad_norm(self) -> Tensor:
         """Global L2 norm: each canonical number counted once, summed over TP and PP."""

@@ -15,6 +15,7 @@ from gpt3d.checkpoint import folder
 from gpt3d.checkpoint.checkpointer import SaveFailed
 from gpt3d.checkpoint.planner import CheckpointError, PieceSavePlanner
 from gpt3d.checkpoint.reader import SavedTensors
+from gpt3d.launch import RankFailed
 from gpt3d.verification.cases import Case
 from tests.checkpoint.resuming import Run
 
@@ -130,5 +131,16 @@ def test_damaged_checkpoints_are_passed_over(world: World, tmp_path: Path) -> No
 def test_what_counts_as_the_disk_s_fault() -> None:
     from gpt3d.checkpoint.checkpointer import _failure
 
-    assert _failure(OSError(errno.ENOSPC, "No space left on device"), 3).storage
-    assert not _failure(KeyError("x"), 3).storage
+    full = _failure(OSError(errno.ENOSPC, "No space left on device"), 3, Path("here"))
+    assert full.storage and full.text.startswith("rank 3: here: ")
+    assert not _failure(KeyError("x"), 3, Path("here")).storage
+
+
+def test_the_last_save_never_fails_in_silence(world: World, tmp_path: Path) -> None:
+    """The save of the last step is under way in the background when the run ends: its failure is the run's."""
+    from tests.checkpoint.test_training import train
+
+    (tmp_path / "checkpoints").write_text("in the way")
+    brief = ["parallel=single", "trainer.steps=2", "checkpoint.interval=2", "trainer.eval_interval=0"]
+    with pytest.raises(RankFailed, match=r"SaveFailed: rank 0: .*(File exists|Not a directory)"):
+        world(train, brief, str(tmp_path), n=1)

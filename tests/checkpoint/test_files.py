@@ -26,7 +26,10 @@ from gpt3d.verification.cases import Case
 from tests.checkpoint import simulated
 
 CASE = Case(tp=2, dp=2, zero=2)
-TEXTS = {folder.STATE: '{"config": {}, "progress": {}, "optimizer": {}, "data": {}}\n', folder.SUMMARY: "tiny\n"}
+TEXTS = {
+    folder.STATE: '{"format": 1, "config": {}, "progress": {}, "optimizer": {}, "data": {}}\n',
+    folder.SUMMARY: "tiny\n",
+}
 
 
 @pytest.fixture(scope="module")

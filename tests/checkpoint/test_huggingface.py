@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def saved_by(case: Case, model: ModelConfig, name: str, root: Path) -> tuple[Run
     config.tokenizer, config.lr = TokenizerConfig(kind="bytes"), LrConfig(schedule="constant")
     config.cluster.name = "test"
     simulated.save(case, root / ".tmp-1")
-    state = {"config": plain(config), "progress": {"step": 1}}
+    state = {"format": folder.FORMAT, "config": plain(config), "progress": {"step": 1}}
     folder.commit(root / ".tmp-1", root / folder.step_name(1), {folder.STATE: json.dumps(state)})
     return config, root / folder.step_name(1)
 
@@ -62,7 +63,9 @@ def family_of(config: RunConfig) -> str:
     return next(name for name, model in FAMILIES.items() if model is config.model)
 
 
-def test_the_exported_folder_read_independently_gives_our_logits(saved: tuple[RunConfig, Path], tmp_path: Path) -> None:
+def test_the_exported_folder_read_independently_gives_our_logits(
+    saved: tuple[RunConfig, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, source = saved
     export.export(source, tmp_path / "hf", "fp32", shard_gb=3e-5)
     described = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -74,13 +77,18 @@ def test_the_exported_folder_read_independently_gives_our_logits(saved: tuple[Ru
     whole = SavedTensors(source)
     weights = {k[8:]: torch.from_numpy(whole.read(k)) for k in whole.tensors if k.startswith("weights/")}
     ids = torch.randint(0, VOCAB, (1, 16), generator=torch.Generator().manual_seed(3))
-    ours = export.our_logits(config, weights, ids)
+    ours = export.our_logits(config, weights.__getitem__, ids)
     theirs = (llama_logits if described["model_type"] == "llama" else gpt2_logits)(tensors, described, ids[0])
     assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
     assert ours.std() > 0.1
     assert "weights are the checkpoint's" in export.check(source, tmp_path / "hf", config)
     with pytest.raises(export.ExportError, match="exists"):
         export.export(source, tmp_path / "hf")
+    assert export.main([str(source), "--to", str(tmp_path / "other"), "--shard-gb", "0"]) == 2
+    with monkeypatch.context() as patch, pytest.raises(export.ExportError, match="not exported"):
+        patch.setattr(export, "our_logits", lambda *_: ours + 1.0)
+        export.export(source, tmp_path / "other", "fp32", checked=True)
+    assert not list(tmp_path.glob("*other*")), "an export that is not the same model is not left behind"
 
 
 def test_back_into_any_layout_to_the_bit(saved: tuple[RunConfig, Path], tmp_path: Path) -> None:
@@ -150,7 +158,7 @@ def test_presets_in_transformers_and_back(name: str, tmp_path: Path) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / dtype, dtype=torch.float32)
         with torch.no_grad():
             theirs = model.eval()(ids).logits[0]
-        ours = export.our_logits(config, {name: value.to(kept).float() for name, value in weights.items()}, ids)
+        ours = export.our_logits(config, lambda name, kept=kept: weights[name].to(kept).float(), ids)
         assert (theirs - ours).square().mean().sqrt() < CLOSE * ours.std(), dtype
         if dtype == "fp32":
             model.save_pretrained(tmp_path / "theirs")
@@ -193,6 +201,68 @@ def test_another_model_than_configured_is_refused_with_the_right_values(
     check_initial(dataclasses.replace(config, init_from=str(source)))
     with pytest.raises(ConfigError, match="no such folder"):
         check_initial(dataclasses.replace(config, init_from=str(tmp_path / "hg")))
+    for text, why in (('{"architectures": ["LlamaForCausalLM"]}', "has no 'num_"), ("{", "is no JSON")):
+        (tmp_path / "hf" / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=rf"init_from=.*config\.json {why}"):
+            check_initial(dataclasses.replace(config, init_from=str(tmp_path / "hf")))
+
+
+def changed_folder(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    """Write the weights of an exported folder again, after `change`."""
+    tensors = read_plainly(path)
+    change(tensors)
+    (path / "model.safetensors").unlink()
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    safetensors.write_safetensors(path / "model.safetensors", shapes, torch.float32, tensors.__getitem__)
+
+
+def test_tensors_that_do_not_fit_are_told_before_anything_starts(saved: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config, source = saved
+    path = tmp_path / "hf"
+    export.export(source, path, "fp32")
+    config = dataclasses.replace(config, init_from=str(path))
+    first, *_, last = read_plainly(path)
+
+    def wrong(tensors: dict[str, Tensor]) -> None:
+        del tensors[last]
+        tensors[first] = tensors[first][:-1]
+        tensors["odd.weight"] = torch.zeros(3)
+
+    changed_folder(path, lambda tensors: tensors.update({"h.0.attn.bias": torch.ones(2)}))  # a mask, and no weight
+    check_initial(config)
+    changed_folder(path, wrong)
+    with pytest.raises(ConfigError) as error:
+        check_initial(config)
+    for text in (f"{last} is missing", f"{first} has the shape [", "odd.weight is in no place of this model"):
+        assert text in str(error.value)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"holds no \*\.safetensors"):
+        check_initial(config)
+
+
+def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
+    """Names without a prefix, masks among the weights, the head stored though it is tied."""
+    model = dataclasses.replace(FAMILIES["gpt"], vocab_size=VOCAB)
+    config, source = saved_by(Case(), model, "published", tmp_path)
+    path = tmp_path / "hf"
+    export.export(source, path, "fp32")
+
+    def published(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+        tensors["lm_head.weight"] = tensors["wte.weight"]
+
+    changed_folder(path, published)
+    check_initial(dataclasses.replace(config, init_from=str(path)))
+    case = Case(tp=2, pp=2, family="hf_published")
+    for state, right in zip(simulated.ranks(case), simulated.answers(case), strict=True):
+        load_initial(path, held_state(state, model), model)
+        for fragment, want in zip(state.pieces, right, strict=True):
+            assert torch.equal(fragment.tensors["weights"].nan_to_num(7.0), want["weights"].nan_to_num(7.0))
+    changed_folder(path, lambda tensors: tensors.update({"lm_head.weight": tensors["wte.weight"] + 1}))
+    with pytest.raises(ConfigError, match=r"lm_head\.weight is in no place"):
+        check_initial(dataclasses.replace(config, init_from=str(path)))
 
 
 def test_a_cut_or_incomplete_folder_is_refused(saved: tuple[RunConfig, Path], tmp_path: Path) -> None:
@@ -207,7 +277,7 @@ def test_a_cut_or_incomplete_folder_is_refused(saved: tuple[RunConfig, Path], tm
             load_initial(tmp_path / "hf", state, config.model)
     safetensors.write_safetensors(tmp_path / "hf" / "other", {"x": (1,)}, torch.float32, lambda _: torch.zeros(1))
     (tmp_path / "hf" / "other").rename(path)
-    with pytest.raises(CorruptCheckpoint, match="lacks"):
+    with pytest.raises(CorruptCheckpoint, match=r"is missing; .* and [0-9]+ more"):
         load_initial(tmp_path / "hf", state, config.model)
 
 

@@ -68,7 +68,7 @@ def test_writing_is_shared_evenly(zero: int, tmp_path: Path) -> None:
     assert max(written) < 1.1 * sum(written) / len(written)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_rectangles_cover_a_range_once(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 import yaml
 
 from gpt3d.checkpoint import folder
+from gpt3d.checkpoint.lock import RunLock
 from gpt3d.checkpoint.settings import candidates, check_data, check_settings, check_start, plain
 from gpt3d.config.arithmetic import World
 from gpt3d.config.load import compose
@@ -37,7 +41,7 @@ def configured(*overrides: str) -> RunConfig:
 
 
 def compare(old: list[str], new: list[str]) -> list[str]:
-    state = {"config": json.loads(json.dumps(plain(configured(*old))))}
+    state = {"config": json.loads(json.dumps(plain(configured(*old)))), "progress": {"step": 5}}
     return [str(change) for change in check_settings(configured(*new), state, WHERE)]
 
 
@@ -104,6 +108,59 @@ def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="damaged"):
         check_start(resume(str(unfinished)))
     assert candidates(resume("none")) == []
+
+
+def committed_at(root: Path, state: dict[str, Any], step: int = 5) -> Path:
+    """A checkpoint without tensors."""
+    (root / ".tmp-1").mkdir(parents=True)
+    (root / ".tmp-1" / folder.INDEX).write_text("{}")
+    path = root / folder.step_name(step)
+    folder.commit(root / ".tmp-1", path, {folder.STATE: json.dumps(state)})
+    return path
+
+
+def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
+    """Not taken for damage: falling back to an older checkpoint would lose what was trained since."""
+    newer = committed_at(tmp_path / "checkpoints", {"format": folder.FORMAT + 1})
+    committed_at(tmp_path / "checkpoints", {"format": folder.FORMAT}, step=3)
+    with pytest.raises(ConfigError, match=f"{newer}: is of format 2, and this version of gpt3d reads 1"):
+        check_start(resume("auto", str(tmp_path)))
+
+
+def test_fewer_steps_than_are_done_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.steps=4: the checkpoint somewhere has done 5 steps"):
+        compare([], ["trainer.steps=4"])
+    assert compare([], ["trainer.steps=5"]) == ["trainer.steps: 300 -> 5"]
+
+
+def test_what_accepts_nothing_is_refused() -> None:
+    for name in ("optimiser", "optimizer.learning_rate", "model", "data.seq_len"):
+        with pytest.raises(ConfigError, match=rf"accept_changes=\[{name}\]: accepts nothing"):
+            check_start(configured(f"checkpoint.accept_changes=[{name}]"))
+    check_start(configured("checkpoint.accept_changes=[optimizer, lr.schedule, model.hidden_dropout, data]"))
+
+
+def test_a_new_run_does_not_save_beside_the_checkpoints_of_another(tmp_path: Path) -> None:
+    """The newest of the other run would count as the newest of this one."""
+    committed_at(tmp_path / "checkpoints", {"format": folder.FORMAT})
+    with pytest.raises(ConfigError, match=r"holds checkpoints of an earlier run \(step-00000005\)"):
+        check_start(resume("none", str(tmp_path)))
+
+
+def test_two_runs_never_write_into_one_folder(tmp_path: Path) -> None:
+    holds = "from gpt3d.checkpoint.lock import *; k = RunLock(Path('.')); k.take(); print('ready', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", holds], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as other:  # fmt: skip
+        assert other.stdout is not None and other.stdout.readline() == b"ready\n"
+        with pytest.raises(ConfigError, match=rf"another run is writing into this folder \(process {other.pid} on "):
+            RunLock(tmp_path).take(wait=0.0)
+        other.kill()
+    check_start(resume("auto", str(tmp_path)))
+    lock = RunLock(tmp_path / "not there")
+    lock.take()  # no folder, no lock, no error
+    lock.release()
 
 
 def test_auto_needs_a_lasting_folder() -> None:

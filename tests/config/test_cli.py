@@ -70,12 +70,31 @@ def test_a_mistake_is_one_message_and_leaves_no_folder(demo: Demo, tmp_path: Pat
     for arguments, expected in (
         (("zero=9", "model.x=3"), "has 2 problems"),
         (("parallel.cp=2",), "context parallelism"),
+        (("model.bias=2",), "give true or false"),
+        (("--cfg", "job", "model.bias=2"), "give true or false"),
+        (("--cfg", "job", "zero=[1,2]"), "zero is one of"),
     ):
         done = demo(*arguments)
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr.startswith("The configuration has") and expected in done.stderr
         assert "Traceback" not in done.stderr and "HYDRA_FULL_ERROR" not in done.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_folder_that_can_t_be_made(demo: Demo, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = demo("hydra.run.dir=file/run")
+    assert done.returncode == 2 and "hydra.run.dir=file/run: the run folder can't be made" in done.stderr
+
+
+def test_a_bug_in_a_check_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(config: RunConfig) -> None:
+        raise ValueError("a bug of ours")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    with pytest.raises(ValueError, match="a bug of ours"):
+        run_cli(task, "demo", check=broken)
 
 
 def test_a_sweep_over_a_numbered_group_with_overrides_on_both_sides(demo: Demo) -> None:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gpt3d.config.arithmetic import World
+from gpt3d.config.arithmetic import World, stage_layers
 from gpt3d.config.load import compose, conf_dir
 from gpt3d.config.overrides import group_options
 from gpt3d.config.rules import check, limits
@@ -113,13 +113,14 @@ def test_debug_presets() -> None:
 
 
 def test_large_models_compose_with_their_layouts() -> None:
-    config: RunConfig = compose(
-        ["model=405b", "parallel=tp8_pp16", "cluster=h100", "cluster.nodes=16", "precision=bf16"]
-    )
-    problems = check(config, World())
-    assert [p.key for p in problems] == ["parallel.pp"]  # 126 layers over 16 stages only when asked for
-    split = re.search(r"\[[\d,]+\]", problems[0].fix.split("layers_per_stage")[1])
+    large = ["cluster=b200", "cluster.nodes=16", "precision=bf16"]
+    fits: RunConfig = compose(["model=405b", "parallel=tp8_pp16", *large])  # the option asks for uneven stages
+    assert check(fits, World()) == [] and stage_layers(fits) == [7, *[8] * 14, 7]
+    assert stage_layers(compose(["model=70b", "parallel=tp8_pp16", *large])) == [5] * 16
+    problems = check(compose(["model=405b", "parallel=tp8_pp8", *large]), World())  # this one doesn't
+    assert [p.key for p in problems] == ["parallel.pp"]
+    split = re.search(r"parallel\.layers_per_stage=\[[\d,]+\]", problems[0].fix)
     assert split is not None
-    uneven = f"parallel.layers_per_stage={split[0]}"
-    fits = compose(["model=405b", "parallel=tp8_pp16", "cluster=b200", "cluster.nodes=16", "precision=bf16", uneven])
-    assert check(fits, World()) == []
+    for fix in (split[0], "parallel.allow_uneven_stages=true"):
+        mended = compose(["model=405b", "parallel=tp8_pp8", *large, fix])
+        assert check(mended, World()) == [] and stage_layers(mended) == [15, *[16] * 6, 15]

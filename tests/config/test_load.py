@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from gpt3d.config.load import compose, conf_dir, load_config, save_config, to_typed
-from gpt3d.config.overrides import quote_overrides
+from gpt3d.config.overrides import mistakes, quote_overrides
 from gpt3d.config.problems import ConfigError
 
 
@@ -68,12 +68,49 @@ def test_all_mistakes_in_overrides_are_reported_together() -> None:
         ("70b", "write key=value"),
         ("optimizer.lr=1,2", "add -m"),
         ("nogroup/x=1", "no such config group"),
+        ("zero=[1,2]", "zero is one of"),
+        ("+=", "write key=value"),
+        ("model.bias=2", "give true or false"),
+        ("zero.reduce_bucket_size=5e8", "as an integer: zero.reduce_bucket_size=500000000"),
+        ("run_name=${model.nme}", "run_name: Interpolation key 'model.nme' not found"),
+        ("run_name=${nope:1}", "run_name: Unsupported interpolation type nope"),
+        ("run_name=${oc.env:GPT3D_UNSET}", "'GPT3D_UNSET' not found"),
+        ("model.num_layers=${model.num_layers}", "Recursive interpolation"),
     ],
 )
 def test_one_clear_message(override: str, expected: str) -> None:
     text = message(override)
     assert expected in text
     assert "Traceback" not in text and "full_key" not in text and "http" not in text
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model={a:b}", "model is one of"),
+        ("experiment=null", "leave it out"),
+        ("nonsensical=x", "groups and keys: checkpoint, cluster"),
+        ("+zero=2", "without the plus: zero=2"),
+        ("+model.name=x", "without the plus: model.name=x"),
+        ("~zero=1", "pick another option: zero=0|1|2|3|3_offload"),
+        ("~model.name", "can't be removed"),
+        ("~nonsensical", "no such key"),
+        ("=3", "write key=value"),
+        ("~", "write key=value"),
+        ("zero = 1", "'zero ' is not the name of a key"),
+        ("zero..stage=1", "'zero..stage' is not the name of a key"),
+        ("parallel.layers_per_stage=4", "a list, [2,2] or null"),
+        ("data.paths=x", "a list, [a,b]"),
+        ("parallel.layers_per_stage=[null,4]", "a list, [2,2] or null"),
+        ("cluster.env={A:5}", "+cluster.env={A:5}"),
+        ("+cluster.env.A=[1]", "give text"),
+        ("zero.deepspeed=5", "keys with values, {a:b}"),
+    ],
+)
+def test_what_is_wrong_is_told_from_the_override_alone(override: str, expected: str) -> None:
+    """The kinds of mistakes that Hydra answers with its internals."""
+    (problem,) = mistakes(quote_overrides([override], conf_dir()), [conf_dir()])
+    assert expected in str(problem)
 
 
 def test_a_typing_error_in_a_yaml_file_is_named(tmp_path: Path) -> None:

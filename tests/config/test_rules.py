@@ -202,6 +202,9 @@ class TestPipeline:
             problem = only(check(make({"parallel.pp": 3, "parallel.layers_per_stage": wrong}), ANY))
             assert (problem.key, problem.value) == ("parallel.layers_per_stage", wrong)
             assert "[1,2,1]" in problem.fix
+        allowed = make({"parallel.pp": 3, "parallel.allow_uneven_stages": True})
+        assert check(allowed, ANY) == [] and stage_layers(allowed) == [1, 2, 1]
+        assert keys(check(make({"parallel.pp": 5, "parallel.allow_uneven_stages": True}), ANY)) == ["parallel.pp"]
 
     def test_chunks(self, make: Make) -> None:
         assert keys(check(make({"parallel.pp": 2, "pipeline.chunks": 2}), ANY)) == ["pipeline.chunks"]
@@ -288,11 +291,36 @@ class TestZeroAndPrecision:
             ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "'none'"),
             ({"zero_optimization": {"round_robin_gradients": True}}, "False"),
             ({"optimizer": {"type": "Adam"}}, ""),
+            ({"bf16": {"immediate_grad_update": False}}, "True"),
+            ({"zero_force_ds_cpu_optimizer": True}, "False"),
+            ({"zero_optimization": 5}, "a section"),
+            ({"fp16": True}, "a section"),
         ],
     )
     def test_contradicting_deepspeed_keys(self, make: Make, given: dict[str, Any], ours: str) -> None:
         problem = only(check(make({"zero.deepspeed": given}), ANY))
         assert problem.key.startswith("zero.deepspeed.") and ours in problem.why
+
+    @pytest.mark.parametrize(
+        ("given", "key", "why"),
+        [
+            ({"nonsense": 5}, "nonsense", "no such key"),
+            ({"zero_optimization": {"nonsense": 5}}, "zero_optimization.nonsense", "no such key"),
+            ({"comms_logger": {"nonsense": 5}}, "comms_logger.nonsense", "no such key"),
+            ({"wall_clock_breakdwon": True}, "wall_clock_breakdwon", "no such key"),
+            ({"zero_optimization": {"ignore_unused_parameters": "x"}}, "zero_optimization.ignore_unused", "boolean"),
+            ({"compile": 5}, "", "mapping"),
+        ],
+    )
+    def test_what_deepspeed_does_not_know(self, make: Make, given: dict[str, Any], key: str, why: str) -> None:
+        problem = only(check(make({"zero.deepspeed": given}), ANY))
+        assert problem.key.startswith(f"zero.deepspeed.{key}".rstrip(".")) and why in problem.why
+
+    def test_sub_groups_would_part_the_stages(self, make: Make) -> None:
+        classic = {"zero_optimization": {"sub_group_size": 1e9, "stage3_gather_16bit_weights_on_model_save": True}}
+        assert check(make({"zero.stage": 3, "zero.deepspeed": classic}), ANY) == []
+        problem = only(check(make({"zero.stage": 3, "zero.deepspeed": classic, "parallel.pp": 2}), ANY))
+        assert problem.key == "zero.deepspeed.zero_optimization.sub_group_size" and "parallel.pp" in problem.why
 
     def test_the_same_value_and_other_keys_are_allowed(self, make: Make) -> None:
         given = {
@@ -309,6 +337,35 @@ class TestZeroAndPrecision:
         assert derived["comms_logger"] == {"enabled": True} and "train_batch_size" not in derived
         assert derived["zero_optimization"]["ignore_unused_parameters"] is False
         assert derived["gradient_accumulation_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"precision.dtype": "fp16", "precision.initial_loss_scale": 3.0}, "2 or 4"),
+        (
+            {"precision.dtype": "fp16", "precision.initial_loss_scale": 1.0, "precision.min_loss_scale": 2.0},
+            "1 or less",
+        ),
+        ({"model.rope_scaling.factor": 8.0, "model.rope_scaling.high_freq_factor": 1.0}, "4"),
+        ({"optimizer.beta1": 1.0}, "or less"),
+        ({"optimizer.beta2": 1.0}, "or less"),
+        ({"optimizer.eps": 0.0}, "or more"),
+        ({"seed": 2**63}, "or less"),
+        ({"run_name": "ü" * 101}, "shorter"),
+        ({"cluster.gpus_per_node": 0, "parallel.tp": 2}, "1 or more"),
+    ],
+)
+def test_values_that_would_fail_or_mislead_later(make: Make, changes: dict[str, Any], fix: str) -> None:
+    assert fix in only(check(make(changes), ANY)).fix
+
+
+def test_nodes_without_a_launcher(make: Make) -> None:
+    config = make({"cluster.nodes": 3})
+    assert keys(check(config, World(gpus=0, device="cpu"))) == ["cluster.nodes"]
+    assert check(config, ANY) == []  # a plan
+    config.cluster.nodes = 2
+    assert check(config, World(ranks=2, ranks_per_node=1, gpus=0, device="cpu")) == []
 
 
 def test_decay_before_the_end_of_warm_up(make: Make) -> None:

@@ -28,7 +28,7 @@ def token_file(folder: Path, lengths: list[int]) -> TokenFile:
     return TokenFile(folder / "t")
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=40), seq_len=st.integers(1, 20))
 def test_pieces_cover_each_label_once(lengths: list[int], seq_len: int):
     starts, sizes = cut(np.array(lengths), seq_len)
@@ -39,7 +39,7 @@ def test_pieces_cover_each_label_once(lengths: list[int], seq_len: int):
     assert all(2 <= size <= seq_len + 1 for size in sizes)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(sizes=st.lists(st.integers(2, 33), min_size=1, max_size=200))
 def test_best_fit_fills_rows_within_their_capacity(sizes: list[int]):
     rows = best_fit(np.array(sizes), 33)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cwd / "cache")}
     run = [sys.executable, "-m", "gpt3d.prepare", *arguments]
-    return subprocess.run(run, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(run, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_prepare_and_inspect(tmp_path: Path):
@@ -75,4 +75,4 @@ def test_inspect_files_of_others(tmp_path: Path):
 def test_helper_processes_stay_small():
     """They must not load torch (200 MB), nor the caller's main module."""
     code = "import sys, gpt3d.data.helper; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300).returncode == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -41,6 +42,9 @@ MORE = [
     Case("llama", pp=4, zero=0, schedule="gpipe"),
     Case("one_kv_head", tp=2, pp=2, dp=2, zero=0, recompute="selective", **BF16),
     Case("llama", pp=2, dp=2, zero=2),
+    Case("llama", dp=2, zero=1),
+    Case("llama", pp=2, dp=2, zero=1, **BF16, grad_dtype="bf16"),
+    Case("gpt", pp=2, dp=2, zero=2, schedule="interleaved", chunks=2),
 ]
 
 
@@ -59,15 +63,17 @@ def large(case: Case) -> RunConfig:
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str)
 def test_planner_and_dry_run_agree(case: Case) -> None:
     config = large(case)
-    for stage in range(case.pp):
-        run = dry_run(config, case.dp, rank=stage * case.tp * case.dp)
-        planned, traffic = stage_memory(config, case.dp, stage), rank_traffic(config, case.dp, stage)
+    copies = range(case.dp) if case.zero in (1, 2) else range(1)  # whose part of the gradients is copied when differs
+    for stage, copy in itertools.product(range(case.pp), copies):
+        run = dry_run(config, case.dp, rank=(stage * case.dp + copy) * case.tp)
+        planned, traffic = stage_memory(config, case.dp, stage, copy=copy), rank_traffic(config, case.dp, stage)
         assert by_module(run.flops) == rank_flops(config, case.dp, stage)
         assert (run.calls, run.bytes) == (dict(traffic.calls), dict(traffic.bytes))
         assert run.parameters == planned.parameters
         # zb_h1 on four stages: the planner orders its postponed weight gradients more coarsely (4 and 6 % seen)
-        rough = case.schedule == "zb_h1" and case.pp > 2
-        assert planned.device == pytest.approx(run.peak, rel=0.1 if rough else 0.03)
+        # ZeRO-2: the planner has its buffers come at the fullest point of a layer's backward (at most 4 % seen)
+        rough = 0.1 if case.schedule == "zb_h1" and case.pp > 2 else 0.05 if case.zero == 2 else 0.03
+        assert planned.device == pytest.approx(run.peak, rel=rough)
 
 
 def test_hidden_dropout_is_recomputed_to_the_end() -> None:

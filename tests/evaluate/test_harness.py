@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from gpt3d import evaluate
+from gpt3d import evaluate, export
 from gpt3d.generation import Sampling
-from gpt3d.harness import Answers
+from gpt3d.harness import Answers, _adapter
 from gpt3d.inference import TrainedModel, open_model
 from tests.generation.test_generate import LENGTH, checkpoint
 
@@ -121,6 +121,39 @@ def test_local_tasks_through_the_command(
     assert "gpt3d_choice" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_the_harness_says_the_same_of_the_exported_folder(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lm_eval --model hf --model_args pretrained=FOLDER` against our own answers: each log-probability, each text."""
+    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'gpt3d[eval]'")
+    pytest.importorskip("accelerate", reason="lm_eval's hf models need it: pip install accelerate")
+    from lm_eval.tasks import TaskManager
+
+    source = checkpoint(tmp_path, family, tp=2, pp=2)
+    export.export(source, tmp_path / "hf", "fp32")
+    write_tasks(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+
+    def asked(model: Any, **arguments: Any) -> dict[str, Any]:
+        tasks = ["gpt3d_choice", "gpt3d_rolling", "gpt3d_until"]
+        found = lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, bootstrap_iters=0, **arguments)
+        return {task: [sample["filtered_resps"] for sample in found["samples"][task]] for task in tasks}
+
+    theirs = asked("hf", model_args=f"pretrained={tmp_path / 'hf'},dtype=float32", device="cpu")
+    ours = asked(_adapter(open_model(source, "fp32", 1, "cpu")))
+    assert len(ours["gpt3d_choice"]) == 3
+    for own, other in zip(ours["gpt3d_choice"], theirs["gpt3d_choice"], strict=True):
+        for (score, greedy), (want, want_greedy) in zip(own, other, strict=True):
+            assert float(score) == pytest.approx(float(want), rel=1e-5, abs=1e-4)
+            assert str(greedy) == str(want_greedy)
+    for (own,), (other,) in zip(ours["gpt3d_rolling"], theirs["gpt3d_rolling"], strict=True):
+        assert float(own) == pytest.approx(float(other), rel=1e-5)
+    assert ours["gpt3d_until"] == theirs["gpt3d_until"]
+
+
 @pytest.mark.slow  # the harness looks through its own thousands of tasks
 def test_an_unknown_task_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'gpt3d[eval]'")
@@ -137,6 +170,7 @@ def test_an_unknown_task_is_told(source: Path, tmp_path: Path, capsys: pytest.Ca
         (["--tasks", "x", "data.seq_len=8"], "--tasks brings its own text"),
         (["--limit", "3"], "are for --tasks"),
         (["--batches", "-1"], "--batches=-1: use at least 0"),
+        (["--json", "no/such/file"], "--json=no/such/file: there is no folder no/such"),
     ],
 )
 def test_nothing_asked_for_is_passed_over(

@@ -18,7 +18,7 @@ from gpt3d.checkpoint import folder
 from gpt3d.checkpoint.settings import plain
 from gpt3d.config.schema import LrConfig, TokenizerConfig
 from gpt3d.data.tokenizer import BytesTokenizer
-from gpt3d.generation import Sampling, draw
+from gpt3d.generation import Sampling, draw, streams
 from gpt3d.inference import PromptTooLong, TrainedModel, open_model
 from gpt3d.verification.cases import FAMILIES, Case
 from tests.checkpoint import simulated
@@ -37,7 +37,7 @@ def checkpoint(root: Path, family: str, **layout: Any) -> Path:
     config = case.config()
     config.tokenizer, config.lr = TokenizerConfig(kind="bytes"), LrConfig(schedule="constant")
     simulated.save(case, root / ".tmp-1")
-    state = {"config": plain(config), "progress": {"step": 1}}
+    state = {"format": folder.FORMAT, "config": plain(config), "progress": {"step": 1}}
     folder.commit(root / ".tmp-1", root / folder.step_name(1), {folder.STATE: json.dumps(state)})
     return root / folder.step_name(1)
 
@@ -93,18 +93,31 @@ def test_two_tensor_parallel_ranks_say_the_same(world: World, tmp_path: Path) ->
 
 
 def test_the_draw_keeps_to_what_may_be_drawn() -> None:
-    generator = torch.Generator().manual_seed(0)
     logits = torch.log(torch.tensor([[0.1, 0.5, 0.25, 0.15], [0.7, 0.1, 0.1, 0.1]])).repeat(500, 1)
 
     def drawn(sampling: Sampling) -> list[set[int]]:
-        ids = draw(logits, sampling, generator)
+        ids = draw(logits, sampling, streams(0, len(logits)))
         return [set(ids[0::2]), set(ids[1::2])]
 
     assert drawn(Sampling(temperature=0)) == [{1}, {0}]
     assert drawn(Sampling(temperature=1.0, top_k=2))[0] == {1, 2}
     assert drawn(Sampling(temperature=1.0, top_p=0.6)) == [{1, 2}, {0}]  # the likeliest stays, though it holds more
     assert drawn(Sampling(temperature=1.0)) == [{0, 1, 2, 3}] * 2
-    assert draw(logits[:2], Sampling(temperature=1e-3), generator) == [1, 0]
+    for temperature in (1e-3, 1e-40, 1e-320):
+        assert draw(logits[:2], Sampling(temperature=temperature), streams(0, 2)) == [1, 0]
+    assert len({*draw(logits[:1].repeat(30, 1), Sampling(temperature=1.0), streams(5, 30))}) > 1
+
+
+def test_a_row_draws_by_a_stream_of_its_own(source: Path) -> None:
+    """Neighbours that differ, or end, leave the text of a row as it is."""
+    model, sampling = open_model(source, "fp32", 1, "cpu"), Sampling(temperature=1.0, seed=3)
+    found = []
+    for prompts in (("ab",), ("ab", "c"), ("ab", "a longer prompt", "c")):
+        found.append([step[0] for step in model.generate(ids_of(model, prompts), 8, sampling)][:8])
+    shortest = min(map(len, found))
+    assert found[0][:shortest] == found[1][:shortest] == found[2][:shortest]
+    twins = list(model.generate(ids_of(model, ("ab", "ab")), 8, sampling))
+    assert [a for a, _ in twins] != [b for _, b in twins]
 
 
 def test_half_a_character_is_never_shown() -> None:
@@ -138,6 +151,7 @@ def test_the_command(source: Path, capsys: pytest.CaptureFixture[str], monkeypat
         (["--tokens", "0", "--top-p", "2"], "--tokens=0: use at least 1\n--top-p=2.0: use above 0", 2),
         (["--tokens", "39", "abc"], "3 tokens and 39 new ones are more than the 40 positions", 1),
         (["--tp", "3", "abc"], "parallel.tp=3", 2),
+        (["--seed", str(2**63), "abc"], "use an integer of 64 bits", 2),
     ],
 )
 def test_mistakes_are_told(
@@ -170,6 +184,9 @@ def test_evaluate_gives_the_loss_that_the_trainer_logs(
     assert (got["tokens"], got["unigram_entropy"]) == (want["validation_tokens"], want["unigram_entropy"])
     assert 0 < got["bits_per_byte"] < got["loss"] / 0.6931
     assert f"{want['validation_loss']:.4f} nats" in capsys.readouterr().out
+    cut = [str(tmp_path), "--device", "cpu", "--tp", "2", "--json", str(tmp_path / "cut.json")]
+    assert evaluate.main(cut) == 0, "a model that one rank cannot hold"
+    assert json.loads((tmp_path / "cut.json").read_text())["loss"] == pytest.approx(want["validation_loss"], abs=2e-6)
     assert evaluate.main([str(tmp_path), "--device", "cpu", "data.source=files", "--batches", "1"]) == 1
     assert "data.paths" in capsys.readouterr().err
     assert evaluate.main([str(tmp_path), "--device", "cpu", "data.sauce=files"]) == 1

@@ -41,16 +41,22 @@ def act_on(rank: int, action: str, pid_file: Path | None = None) -> None:
             raise UserMistake("data.seq_len=0: use a positive length")
         if action == "exit":
             os._exit(9)
-        if action == "hang":
-            time.sleep(1000)
         os.kill(os.getpid(), int(action))
     dist.barrier()
 
 
-def record_and_sleep(folder: Path) -> None:
-    """Leave a file named after this process, then hang."""
-    (folder / str(os.getpid())).touch()
+def hang() -> None:
     time.sleep(1000)
+
+
+def record_and_sleep(folder: Path) -> None:
+    """Leave a file named after this process, then hang; it gets the word "ended" if a signal lets Python end it."""
+    file = folder / str(os.getpid())
+    file.touch()
+    try:
+        time.sleep(1000)
+    finally:
+        file.write_text("ended")
 
 
 def environment() -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -27,6 +29,19 @@ def test_cuda_takes_the_local_device(monkeypatch):
     assert chosen == [1]
     with pytest.raises(device.DeviceError, match="local rank 2 has no GPU: this machine shows 2"):
         device.select(2, "cuda")
+
+
+def test_a_slurm_task_may_see_its_own_gpu_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.delenv("SLURM_LOCALID", raising=False)
+    with pytest.raises(device.DeviceError, match="this machine shows 1"):
+        device.select(3, "cuda")
+    monkeypatch.setenv("SLURM_LOCALID", "3")
+    assert device.select(3, "cuda") == device.Device(torch.device("cuda", 0), "nccl")
+    assert os.environ["LOCAL_RANK"] == "0"
 
 
 def test_memory_of_the_process_follows_its_tensors():

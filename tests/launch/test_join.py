@@ -38,6 +38,7 @@ OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 CONFIG = {"lr": 0.5, "cluster": {"device": "cpu", "nodes": 1}}
 
 
@@ -46,6 +47,7 @@ def test_a_plain_shell_is_no_world():
     assert read({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8"}) is None, "a batch script is not a step"
     assert read(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) is None, "srun --pty bash"
     assert read(OPENMPI | {"OMPI_COMM_WORLD_SIZE": "1"}) is None
+    assert read({"PMI_RANK": "0", "PMI_SIZE": "1"}) is None, "srun --mpi=pmi2 --pty bash"
 
 
 def test_every_launcher_gives_the_same_world():
@@ -53,6 +55,8 @@ def test_every_launcher_gives_the_same_world():
     slurm = read(SLURM | {"MASTER_PORT": "1234"})
     assert slurm == World("Slurm", 5, 8, 1, 4, 2, "gpu08", 1234)
     assert read(OPENMPI | {"MASTER_PORT": "1234"}) == World("Open MPI", 1, 2, 1, 2, 1, "127.0.0.1", 1234)
+    assert read(MPICH | {"MASTER_PORT": "1234"}) == World("MPICH", 1, 2, 1, 2, 1, "127.0.0.1", 1234)
+    assert read(SLURM | {"MASTER_ADDR": ""}) == read(SLURM), "set, but empty"
     assert read(TORCHRUN | SLURM) == read(TORCHRUN), "torchrun inside an srun step"
     assert read(TORCHRUN).variables() == {k: v for k, v in TORCHRUN.items() if k != "GROUP_WORLD_SIZE"}
 
@@ -83,6 +87,12 @@ def test_slurm_lists():
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, "started 8 tasks.*places 4 on 1 nodes"),
         ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, "SLURM_STEP_NODELIST is not set"),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun -x MASTER_ADDR"),
+        (MPICH | {"PMI_SIZE": "4"}, "-genv MASTER_ADDR"),
+        (SLURM | {"SLURM_NODEID": "-1"}, "node number -1"),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu[a-b]"}, "cannot read the nodes"),
+        ({k: v for k, v in OPENMPI.items() if not k.endswith("LOCAL_SIZE")}, "OMPI_COMM_WORLD_LOCAL_SIZE is not set"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not set"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALNRANKS is not set"),
     ],
 )
 def test_no_guessing(env, words):
@@ -195,9 +205,17 @@ def test_the_start_limit_names_host_and_port(world, tmp_path, output, port):
     assert f":{used}" in output(0)[1] and "port is taken" in output(0)[1]
 
 
+def test_a_host_that_is_not_known_here_is_named_at_once(world, tmp_path, output, port):
+    variables = slurm_step(2, port) | {"MASTER_ADDR": "no-such-host.invalid", "SLURM_PROCID": "1"}
+    assert world(bodies.joined, tmp_path, CONFIG, variables, 1.0, n=1, init=False) == [1]
+    said = output(0)[1]
+    assert "finds no host named no-such-host.invalid" in said and "MASTER_ADDR" in said and "NodeAddr" in said
+    assert len(said.splitlines()) == 1
+
+
 def test_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, "-m", "tests.launch.bodies"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "-m", "tests.launch.bodies"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "2 ranks on 1 host (torchrun)" in done.stdout
     assert all(f"rank {rank} trains with lr 0.5" in done.stdout for rank in range(2))

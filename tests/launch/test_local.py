@@ -7,6 +7,7 @@ import signal
 import sys
 
 import pytest
+import torch
 
 from gpt3d import launch
 from gpt3d.launch import RankFailed, run_ranks
@@ -24,6 +25,13 @@ def test_ranks_see_the_environment_of_now(world, monkeypatch):
     world(bodies.environment, n=1, init=False)  # the fork server runs
     monkeypatch.setenv("SET_LATER", "yes")
     assert world(bodies.environment, n=1, init=False)[0]["SET_LATER"] == "yes"
+
+
+@pytest.mark.parametrize("threads", ["2,1", "many"])
+def test_a_thread_count_that_is_no_number(world, monkeypatch, threads):
+    """OpenMP takes a list for nested regions, and passes over what it cannot read."""
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert world(torch.get_num_threads, n=1, init=False)[0] == (2 if threads == "2,1" else torch.get_num_threads())
 
 
 def test_the_failing_rank_is_shown_once(world):
@@ -61,9 +69,12 @@ def test_a_rank_that_dies_is_the_cause_and_leaves_no_process(world, tmp_path, ac
 
 
 def test_a_hang_shows_where(world):
-    with pytest.raises(RankFailed, match="no end after 1 s; still running: ranks 0, 1") as failure:
-        world(bodies.act_on, 1, "hang", timeout=1)
-    assert "in act_on" in str(failure.value)
+    for limit in (1, 4, 16):  # a busy machine may not have brought the ranks there within the first
+        with pytest.raises(RankFailed, match=f"no end after {limit} s; still running: ranks 0, 1") as failure:
+            world(bodies.hang, init=False, timeout=limit)
+        if str(failure.value).count("in hang") == 2:
+            return
+    pytest.fail(str(failure.value))
 
 
 def test_start_gives_rank_0s_result_and_keeps_the_other_logs(tmp_path, capfd, world):

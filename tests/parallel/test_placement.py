@@ -20,7 +20,7 @@ def values(place: Placement, seed: int = 3, dtype: torch.dtype = torch.float32) 
 @given(
     st.integers(1, 7), st.integers(1, 7), st.integers(0, 1), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.data()
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_slice_equals_the_slice_of_the_whole(
     rows: int, columns: int, dim: int, parts: int, fused: int, data: st.DataObject
 ) -> None:

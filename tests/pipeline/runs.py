@@ -203,3 +203,20 @@ def damaged_copies(case: Case, rank: int, name: str | None) -> None:
             flat = weight.view(-1)
             flat[0] = torch.nextafter(flat[0], torch.tensor(float("inf")))
     learner.check_copies()
+
+
+def connected_at_first_use(case: Case, counts: tuple[int, ...]) -> list[float]:
+    """Losses where, as with NCCL, the first message of a group holds up a rank until its peer sends or receives it."""
+    connected = set[Any]()
+
+    def meeting(original: Callable[..., Any], message: Tensor, peer: int, group: Any) -> Any:
+        if group not in connected:
+            connected.add(group)
+            dist.barrier(group=group)
+        return original(message, peer, group=group)
+
+    for name in ("send", "recv", "isend", "irecv"):
+        wrap(dist, name, meeting)
+    learner = new_learner(case)
+    outcomes = [learner.step(rows(count, case.micro), LR) for count in counts]
+    return [learner.total(outcome.loss_sum) / outcome.tokens for outcome in outcomes]

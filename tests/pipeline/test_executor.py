@@ -64,6 +64,11 @@ def test_a_slow_rank_changes_nothing(world: World, case: Case, counts: tuple[int
         assert world(runs.losses_with_delay, case, counts, layers, slow, 0.05, n=case.pp)[0] == prompt
 
 
+@pytest.mark.parametrize("case", [Case(pp=2, schedule="gpipe", micro=1, zero=0), Case(pp=4, micro=1, zero=0)], ids=str)
+def test_neighbours_are_connected_before_a_receive_is_posted_ahead(world: World, case: Case) -> None:
+    world(runs.connected_at_first_use, case, (1, 4), n=case.pp)
+
+
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)])
 def test_each_microbatch_meets_its_own_labels(world: World, schedule: str, chunks: int) -> None:
     steps = (1, 10, 50)

@@ -42,7 +42,7 @@ def test_every_stage_count_at_the_borders(kind: str, chunks: int) -> None:
             prove(kind, stages, chunks, microbatches)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(CASES), st.integers(1, 16), st.integers(1, 64))
 def test_any_size(case: tuple[str, int], stages: int, microbatches: int) -> None:
     prove(case[0], stages, case[1], microbatches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ def test_the_command(tmp_path: Path) -> None:
     words = ["model=70b", "zero=0", "parallel=single", "precision=bf16", "precision.grad_dtype=bf16"]
     done = subprocess.run(
         [sys.executable, "-m", "gpt3d.plan", *words, "plan_json=plan.json"],
-        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "")
     assert "70,553,706,496 parameters x 16 bytes" in done.stdout and "1,128,859,303,936 bytes" in done.stdout
@@ -110,3 +111,10 @@ def test_json_has_everything(make: Make, tmp_path: Path) -> None:
     assert data["model_flops_per_s"] == pytest.approx(data["mfu"] * 64 * data["peak_flops_per_s_per_gpu"])
     assert data["hfu"] == data["mfu"] > data["mfu_causal"] > 0.2
     assert data["budget"]["gpu_hours"] == pytest.approx(1e12 / data["tokens_per_s_per_gpu"] / 3600)
+
+
+def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m gpt3d.plan model=8b plan_json={tmp_path / 'plan.json'} | head -n 1"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout.startswith("llama3-8b") and done.stderr == "" and (tmp_path / "plan.json").is_file()

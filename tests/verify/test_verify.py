@@ -14,6 +14,7 @@ from gpt3d.verification.compare import RankResult, plain_result
 from gpt3d.verification.matrix import HARDEST, MATRIX
 from gpt3d.verification.tiny import tiny_config
 from gpt3d.verification.verdict import markdown, table, verify
+from gpt3d.verify import main
 from tests.verify import sabotage
 
 FAULTS = [
@@ -47,12 +48,32 @@ def test_a_sound_layout_is_equal() -> None:
 def test_the_command_tells_by_its_exit_code() -> None:
     def run(*overrides: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "gpt3d.verify", *overrides]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
     good = run("parallel=pp2", "parallel.dp=1", "zero=0")
     assert good.returncode == 0 and "equal to one plain process" in good.stdout, good.stderr
     bad = run("parallel.tp=3")
     assert bad.returncode == 2 and "parallel.tp=3" in bad.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--all zero=1", "take no overrides: zero=1"),
+        ("--all --sample 3", "take one of them"),
+        ("--sample -1", "0 or more"),
+        ("--all --seed 3", "--seed goes with --sample"),
+        ("zero=1 --markdown x.md", "--markdown goes with --all"),
+        ("--all --markdown /dev/null/x.md", "can't be written"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    arguments: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["verify", *arguments.split()])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
