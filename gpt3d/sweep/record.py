@@ -44,7 +44,7 @@ class SweepRecord(Callback):
             job.write(sweep_dir(config))
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """It is done, or failed: said at once, since the sweep goes on."""
+        """It is done, or failed: told in full at once, since the sweep goes on."""
         if config.hydra.mode != RunMode.MULTIRUN:
             return
         folder, number = sweep_dir(config), config.hydra.job.num
@@ -55,7 +55,7 @@ class SweepRecord(Callback):
         reason = in_one_line(error)
         update(folder, number, status="failed", reason=reason, error=str(error))
         if not isinstance(error, ConfigError):  # which the command has printed
-            print(f"sweep   job {number} failed: {reason}", file=sys.stderr, flush=True)
+            print(f"sweep   job {number} failed: {error}", file=sys.stderr, flush=True)
 
 
 def sweep_dir(config: DictConfig) -> Path:

@@ -126,14 +126,14 @@ class Tracker:
     def _run_id(self) -> str:
         """This folder's run at wandb; else, unless it is a fork, the checkpoint's; else a new one."""
         file = self.run_dir / "wandb_id"
-        if file.exists():
-            self.wandb_id = file.read_text().strip()
+        if stored := _stored_id(file):
+            self.wandb_id = stored
         elif self.wandb_id is None or self.config.tracking.wandb.fork:
             self.wandb_id = secrets.token_hex(4)
         else:
             fork = "tracking.wandb.fork=true makes a run of its own"
             self.say(f"wandb   continues the checkpoint's run {self.wandb_id}; {fork}")
-        file.write_text(f"{self.wandb_id}\n")
+        self._attempt(file.name, lambda path: path.write_text(f"{self.wandb_id}\n"))
         return self.wandb_id
 
     def _about(self) -> dict[str, Any]:
@@ -146,6 +146,13 @@ class Tracker:
         settings: Any = OmegaConf.to_container(OmegaConf.structured(self.config))
         return {**settings, "parameters": parameter_count(self.config.model), "plan": self.plan,
                 "environment": describe_environment()}  # fmt: skip
+
+
+def _stored_id(file: Path) -> str:
+    """Empty if there is none, or a full disk has left an empty file."""
+    with contextlib.suppress(OSError):
+        return file.read_text().strip()
+    return ""
 
 
 def record_failure(run_dir: Path, failure: Exception, report: bool) -> None:

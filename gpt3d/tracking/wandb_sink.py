@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections.abc import Callable, Mapping
@@ -79,7 +80,8 @@ class WandbSink:
         self.offline = mode == "offline"
         if not self.offline:
             self.say(f"wandb   {run.url}")
-            (self.spec.folder / "wandb_url").write_text(f"{run.url}\n")
+            with contextlib.suppress(OSError):
+                (self.spec.folder / "wandb_url").write_text(f"{run.url}\n")
         return run
 
     def log(self, metrics: Metrics) -> None:

@@ -129,7 +129,10 @@ def test_the_table_is_the_last_to_be_seen_not_a_job_s_traceback(
     with pytest.raises(SweepFailed, match=r"2 of 2 jobs failed; their whole messages: .*/sweep/jobs$"):
         sweep(broken, "seed=0,1")
     shown = capsys.readouterr()
-    assert shown.err.count("sweep   job 1 failed: rank 1 failed\n") == 1 and "failed: rank 0 failed" in shown.out
+    assert (
+        shown.err.count("sweep   job 1 failed: rank 1 failed\nTraceback ...") == 1
+        and "failed: rank 0 failed" in shown.out
+    )
 
 
 def test_an_interrupted_sweep_has_its_table(sweep: Sweep, tmp_path: Path) -> None:

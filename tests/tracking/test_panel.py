@@ -76,7 +76,7 @@ def run_in_terminal(columns: int, rows: int, steps: int, end: int | None = None,
         [sys.executable, "-c", PROGRAM, str(steps)], stdin=theirs, stdout=theirs, stderr=theirs, env=env
     )
     os.close(theirs)
-    got, stop = b"", time.monotonic() + 30
+    got, stop = b"", time.monotonic() + 120
     while time.monotonic() < stop:
         try:
             if select.select([mine], [], [], 0.2)[0]:
@@ -89,7 +89,7 @@ def run_in_terminal(columns: int, rows: int, steps: int, end: int | None = None,
         if end is not None and got.count(b"elapsed") > 1:
             process.send_signal(end)
             end = None
-    process.wait(10)
+    process.wait(60)
     os.close(mine)
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", lambda m: m[0] if m[0].endswith(("l", "h")) else "", got.decode())
 

