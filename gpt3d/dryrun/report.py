@@ -14,8 +14,8 @@ from gpt3d.planner.need import layout_in_words
 from gpt3d.planner.table import columns
 from gpt3d.planner.traffic import sent
 
-DERIVED = ("weights", "gradients", "optimizer", "optimizer step")  # under ZeRO 1 to 3; under 3 as well:
-DERIVED_3 = ("buckets", "gathered")
+DERIVED = ("weights", "gradients", "optimizer", "optimizer step")  # under ZeRO 1 to 3, and of these what there is:
+ALSO_DERIVED = ("buckets", "gathered", "offload buffer")
 PASSES = ("forward", "recompute", "backward")
 
 
@@ -49,7 +49,7 @@ def dry_run_text(config: RunConfig, run: DryRun) -> str:
 
 def _derived(run: DryRun) -> list[str]:
     """Kinds of memory that are not counted."""
-    return [*DERIVED, *(DERIVED_3 if run.zero == 3 else ())] if run.zero else []
+    return [*DERIVED, *(kind for kind in ALSO_DERIVED if kind in run.memory)] if run.zero else []
 
 
 def _counted(run: DryRun) -> str:
