@@ -1,4 +1,4 @@
-"""The planner's time model against published runs: `python benchmarks/planner.py RUNS.csv`.
+"""The planner's time model against published runs: `python -m benchmarks.planner RUNS.csv`.
 
 RUNS.csv holds one run a row (id, source_key, hardware, layers, hidden, heads, ... iter_time_s or tflops_per_gpu). Rows
 that name their layout, on A100 or H100 in 16-bit formats, are taken; every second one, in order of their ids, has been

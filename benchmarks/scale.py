@@ -1,4 +1,4 @@
-"""Where efficiency goes as GPUs are added, on paper: `python benchmarks/scale.py PICTURE.png`.
+"""Where efficiency goes as GPUs are added, on paper: `python -m benchmarks.scale PICTURE.png`.
 
 For each model and number of GPUs (H100 nodes of 8) the planner searches all layouts; of the best the step's parts are
 shown. Once with a global batch that stays, once with one that grows with the GPUs. Estimates, not measurements.

@@ -14,7 +14,8 @@ from gpt3d.planner.need import layout_in_words
 from gpt3d.planner.table import columns
 from gpt3d.planner.traffic import sent
 
-DERIVED = ("weights", "gradients", "optimizer", "buckets", "gathered", "optimizer step")  # under ZeRO 1 to 3
+DERIVED = ("weights", "gradients", "optimizer", "optimizer step")  # under ZeRO 1 to 3, and of these what there is:
+ALSO_DERIVED = ("buckets", "gathered", "offload buffer")
 PASSES = ("forward", "recompute", "backward")
 
 
@@ -41,13 +42,18 @@ def dry_run_text(config: RunConfig, run: DryRun) -> str:
     if run.zero:
         lines.append(
             f"derived from zero.stage={run.zero}, since DeepSpeed is not run: dp, model and ends collectives, "
-            f"{', '.join(DERIVED)}"
+            f"{', '.join(_derived(run))}"
         )
     return "\n".join(lines)
 
 
+def _derived(run: DryRun) -> list[str]:
+    """Kinds of memory that are not counted."""
+    return [*DERIVED, *(kind for kind in ALSO_DERIVED if kind in run.memory)] if run.zero else []
+
+
 def _counted(run: DryRun) -> str:
-    inside = "FLOPs, tp, kv and pp collectives, activations, logits, messages, work"
+    inside = "FLOPs, tp, kv and pp collectives, activations, logits, messages, work, gradients on their way"
     return inside if run.zero else "everything"
 
 
@@ -95,5 +101,5 @@ def dry_run_data(config: RunConfig, run: DryRun) -> dict[str, Any]:
         for call, count in sorted(run.bytes.items())
     ]  # fmt: skip
     del plain["calls"], plain["bytes"]
-    derived = ["dp", "model", "ends", *DERIVED] if run.zero else []
+    derived = ["dp", "model", "ends", *_derived(run)] if run.zero else []
     return plain | {"flops": by_module(run.flops), "traffic": traffic, "peak_bytes": run.peak, "derived": derived}

@@ -28,7 +28,9 @@ from gpt3d.pipeline.executor import Executor, Microbatch
 from gpt3d.pipeline.recorder import Recorder
 from gpt3d.pipeline.schedule import Action, Kind
 from gpt3d.pipeline.transport import connect
+from gpt3d.planner.dtypes import BYTES
 from gpt3d.planner.memory import gathered_parameters, stage_memory, zero_buckets
+from gpt3d.planner.partition import largest
 from gpt3d.planner.traffic import Call, step_traffic
 from gpt3d.zero.engine import DTYPES, Chunks
 
@@ -94,7 +96,9 @@ def _deepspeed(config: RunConfig, dp: int, stage: int, copy: int, memory: dict[s
     gathered = gathered_parameters(config, dp, stage)
     buckets = zero_buckets(config) if config.zero.stage == 3 else 0  # the others' are counted
     passing = gathered + sum(memory.get(kind, 0) for kind in ("activations", "logits", "work", "messages"))
+    offloads = config.zero.offload_optimizer == "cpu" and config.zero.stage < 3
     return {
+        "offload buffer": largest(config, stage) * BYTES[config.precision.dtype] if offloads else 0,
         "weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer,
         "buckets": buckets, "gathered": gathered, "optimizer step": max(0, state.update + state.missing - passing),
     }  # fmt: skip

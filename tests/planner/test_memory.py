@@ -162,3 +162,30 @@ def test_host_memory_of_the_fullest_machine(make: Make) -> None:
     hosts = [m.host for m in memory_by_stage(config, 2)]
     assert host_by_node(config, 2, 8) == max(4 * hosts[0] + 4 * hosts[1], 4 * hosts[2] + 4 * hosts[3])
     assert all(m.optimizer == 0 for m in memory_by_stage(config, 2))
+
+
+# ZeRO stage, gradients -> bytes a parameter of a rank's share on host and device of the sums and states: what
+# benchmarks/memory.py measures DeepSpeed to keep. Stages 1 and 2 add the largest parameter; stage 2 whole parameters.
+OFFLOADED = {(1, "fp32"): (18, 4 * 8), (2, "fp32"): (18, 4), (2, "bf16"): (20, 0), (3, "fp32"): (20, 0)}
+
+
+@pytest.mark.parametrize("kind", OFFLOADED, ids=str)
+def test_what_an_offloaded_optimizer_keeps_where(make: Make, kind: tuple[int, str]) -> None:
+    stage, grad_dtype = kind
+    changes = {"zero.stage": stage, "precision.grad_dtype": grad_dtype, "zero.offload_optimizer": "cpu"}
+    memory = stage_memory(make("70b", {**changes, "trainer.global_batch_size": 64}), 8, 1)
+    share, largest, (host, gradients) = memory.parameters / 8, 8192 * 2 * 28672 // 8, OFFLOADED[kind]
+    assert memory.optimizer == 0 and memory.gradients == pytest.approx(gradients * share, rel=1e-6)
+    beside = 2 * largest if stage < 3 else 0
+    assert host * share <= memory.host - beside + 8 <= host * share + (4 * largest if kind == (2, "bf16") else 16)
+
+
+def test_data_parallel_ranks_of_a_stage_differ(make: Make) -> None:
+    """With sums in the parameters' type a rank takes a second buffer for its part, the last one while most is there."""
+    config = make("70b", {"zero.stage": 2, "precision.grad_dtype": "bf16", "trainer.global_batch_size": 64})
+    first, last = (stage_memory(config, 8, 1, copy=copy) for copy in (0, 7))
+    assert last.device > first.device and stage_memory(config, 8, 1) == last
+    config.trainer.global_batch_size = 8  # one microbatch: the first buffer is the sum
+    assert stage_memory(config, 8, 1).device < last.device
+    config.precision.grad_dtype = "fp32"
+    assert stage_memory(config, 8, 1, copy=0) == stage_memory(config, 8, 1)
