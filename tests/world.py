@@ -39,9 +39,13 @@ def world(
 def _in_group(body: Callable[[], Any], timeout: float, init: bool) -> Any:
     if not init:
         return body()
+    import torch.distributed as dist
+
     from gpt3d.parallel import device
 
     device.init_process_group(device.select(0, "cpu"), timeout_minutes=timeout / 60)
     result = body()
+    if dist.is_initialized():
+        dist.barrier()  # a rank that leaves while another still connects to it would be its failure
     device.destroy_process_group()
     return result
