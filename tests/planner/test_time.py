@@ -92,7 +92,7 @@ def test_a_ring_shares_the_ports_of_its_node(make: Make) -> None:
 
 def test_llama_3_405b_as_published(make: Make) -> None:
     """Dubey et al. 2024, table 4, rows 1 and 2: MFU 43 % and 41 % with TP 8, PP 16, 16M tokens a step, no recompute.
-    The interleaving isn't printed: 8 chunks, a layer each. Their FSDP reduce-scatters gradients in fp32 (section 3.3.2),
+    The interleaving isn't printed: 8 chunks, a layer each. Their FSDP reduce-scatters gradients in fp32 (3.3.2),
     which are the bytes of DeepSpeed's all-reduce in bf16."""
     for ranks, published in ((8192, 0.43), (16384, 0.41)):
         config = make("405b", {"parallel.pp": 16, "pipeline.chunks": 8, "parallel.sequence_parallel": True})
