@@ -72,7 +72,7 @@ def test_planner_and_dry_run_agree(case: Case) -> None:
         assert (run.calls, run.bytes) == (dict(traffic.calls), dict(traffic.bytes))
         assert run.parameters == planned.parameters
         # zb_h1 on four stages: the planner orders its postponed weight gradients more coarsely (4 and 6 % seen)
-        # ZeRO-2: the planner has its buffers come at the fullest point of a layer's backward (at most 4 % seen)
+        # ZeRO-2: the planner has its buffers come at the fullest point of a layer's backward (at most 4.9 % seen)
         rough = 0.1 if case.schedule == "zb_h1" and case.pp > 2 else 0.05 if case.zero == 2 else 0.03
         assert planned.device == pytest.approx(run.peak, rel=rough)
 
