@@ -23,8 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from gpt3d.checkpoint import settings
 from gpt3d.checkpoint.blocks import CorruptCheckpoint
 from gpt3d.checkpoint.planner import CheckpointError
+from gpt3d.config.ending import exit_code
 from gpt3d.config.load import to_typed
-from gpt3d.config.problems import ConfigError
 from gpt3d.config.schema import RunConfig
 from gpt3d.data import build_data, prepare, validation_batches
 from gpt3d.data.errors import DataError
@@ -69,33 +69,27 @@ def main(arguments: list[str] | None = None) -> int:
     if problems := _problems(given):
         print("\n".join(problems), file=sys.stderr)
         return 2
-    try:
-        source = settings.named(given.run, "RUN")[0]
-        kind = device.kind(given.device)
-        config = _with_overrides(saved_config(source, given.dtype, given.tp, kind), given.overrides)
-        tasks = tuple(given.tasks.split(",")) if given.tasks else ()
-        request = Request(
-            source, tuple(given.overrides), given.batches, tasks, given.task_dir, given.limit,
-            given.tp, given.dtype, kind,
-        )  # fmt: skip
-        if given.tp == 1:
-            result = answer(request)
-        else:
-            if not tasks:
-                prepare(config)  # once, and not by each rank
-            result = run_ranks(answer, request, nprocs=given.tp, device=kind)[0]
-        print(task_table(result) if tasks else _in_words(result, source))
-        if given.json:
-            given.json.write_text(json.dumps({"checkpoint": str(source), **result}, indent=2) + "\n")
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except ANSWERED as error:
-        print(f"gpt3d: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_code(lambda: _evaluate(given), ANSWERED)
+
+
+def _evaluate(given: argparse.Namespace) -> None:
+    source = settings.named(given.run, "RUN")[0]
+    kind = device.kind(given.device)
+    config = _with_overrides(saved_config(source, given.dtype, given.tp, kind), given.overrides)
+    tasks = tuple(given.tasks.split(",")) if given.tasks else ()
+    request = Request(
+        source, tuple(given.overrides), given.batches, tasks, given.task_dir, given.limit,
+        given.tp, given.dtype, kind,
+    )  # fmt: skip
+    if given.tp == 1:
+        result = answer(request)
+    else:
+        if not tasks:
+            prepare(config)  # once, and not by each rank
+        result = run_ranks(answer, request, nprocs=given.tp, device=kind)[0]
+    if given.json:
+        given.json.write_text(json.dumps({"checkpoint": str(source), **result}, indent=2) + "\n")
+    print(task_table(result) if tasks else _in_words(result, source))
 
 
 def _parser() -> argparse.ArgumentParser:

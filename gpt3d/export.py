@@ -27,8 +27,8 @@ from gpt3d.checkpoint.huggingface import NoEquivalent
 from gpt3d.checkpoint.initial import Region, from_huggingface
 from gpt3d.checkpoint.reader import SavedTensors
 from gpt3d.checkpoint.safetensors import INDEX, write_safetensors
+from gpt3d.config.ending import exit_code
 from gpt3d.config.load import to_typed
-from gpt3d.config.problems import ConfigError
 from gpt3d.config.schema import ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig, RunConfig
 from gpt3d.data.build import open_tokenizer
 from gpt3d.data.errors import DataError
@@ -60,18 +60,12 @@ def main(arguments: list[str] | None = None) -> int:
     if not given.shard_gb > 0:
         print(f"--shard-gb={given.shard_gb}: use a number above 0", file=sys.stderr)
         return 2
-    try:
-        source = settings.named(given.run, "RUN")[0]
-        print(export(source, given.to, given.dtype, given.shard_gb, checked=not given.no_check))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except (CorruptCheckpoint, DataError, ExportError, NoEquivalent, OSError) as error:
-        print(f"gpt3d: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_code(lambda: _export(given), (CorruptCheckpoint, DataError, ExportError, NoEquivalent, OSError))
+
+
+def _export(given: argparse.Namespace) -> None:
+    source = settings.named(given.run, "RUN")[0]
+    print(export(source, given.to, given.dtype, given.shard_gb, checked=not given.no_check))
 
 
 def export(source: Path, target: Path, dtype: str | None = None, shard_gb: float = 5.0, checked: bool = False) -> str:

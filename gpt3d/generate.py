@@ -10,7 +10,7 @@ from pathlib import Path
 from gpt3d.checkpoint import settings
 from gpt3d.checkpoint.blocks import CorruptCheckpoint
 from gpt3d.checkpoint.planner import CheckpointError
-from gpt3d.config.problems import ConfigError
+from gpt3d.config.ending import exit_code
 from gpt3d.data.errors import DataError
 from gpt3d.generation import Sampling
 from gpt3d.inference import PromptTooLong, TrainedModel, open_model, saved_config
@@ -42,26 +42,20 @@ def main(arguments: list[str] | None = None) -> int:
     if problems:
         print("\n".join(problems), file=sys.stderr)
         return 2
-    try:
-        prompts = _prompts(given)
-        source = settings.named(given.run, "RUN")[0]
-        sampling = Sampling(given.temperature, given.top_k, given.top_p, given.seed)
-        kind = device.kind(given.device)
-        saved_config(source, given.dtype, given.tp, kind)  # complains before any rank starts
-        request = Request(source, prompts, given.tokens, sampling, given.tp, given.dtype, kind)
-        if given.tp == 1:
-            answer(request)
-        else:
-            run_ranks(answer, request, nprocs=given.tp, device=kind)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except ANSWERED as error:
-        print(f"gpt3d: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_code(lambda: _generate(given), ANSWERED)
+
+
+def _generate(given: argparse.Namespace) -> None:
+    prompts = _prompts(given)
+    source = settings.named(given.run, "RUN")[0]
+    sampling = Sampling(given.temperature, given.top_k, given.top_p, given.seed)
+    kind = device.kind(given.device)
+    saved_config(source, given.dtype, given.tp, kind)  # complains before any rank starts
+    request = Request(source, prompts, given.tokens, sampling, given.tp, given.dtype, kind)
+    if given.tp == 1:
+        answer(request)
+    else:
+        run_ranks(answer, request, nprocs=given.tp, device=kind)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -92,24 +92,26 @@ def run_cli(
         _with_full_errors(hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(job))
     except Exception as error:
         traceback = next((stack for raised, stack in failure if raised is error), None)
-        if isinstance(error, ConfigError):
-            if traceback is None:
-                print(error, file=sys.stderr)
-        elif traceback is not None:
+        if traceback is None:
+            print(_refusal(error, argv), file=sys.stderr)
+        elif not isinstance(error, ConfigError):
             raise error.with_traceback(traceback) from error.__cause__  # without Hydra's frames
-        elif not isinstance(error, (*REFUSALS, OSError)) or os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        elif not isinstance(error, REFUSALS):
-            assert isinstance(error, OSError)
-            why = f"the run folder can't be made: {error.strerror}"
-            print(ConfigError([Problem("hydra.run.dir", error.filename, why)]), file=sys.stderr)
-        else:
-            sweep = "-m" in argv or "--multirun" in argv
-            folders = [conf_dir(), *_config_dirs(argv)]
-            print(ConfigError(diagnose(_split(argv)[0], error, folders, sweep)), file=sys.stderr)
         sys.exit(USAGE_ERROR)
     if any(codes):
         sys.exit(max(codes))
+
+
+def _refusal(error: Exception, argv: list[str]) -> ConfigError:
+    """What Hydra refused before any job began, in our words; raises `error` if it is no user's mistake."""
+    if isinstance(error, ConfigError):
+        return error
+    if not isinstance(error, (*REFUSALS, OSError)) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        raise error
+    if isinstance(error, OSError):
+        why = f"the run folder can't be made: {error.strerror}"
+        return ConfigError([Problem("hydra.run.dir", error.filename, why)])
+    sweep = "-m" in argv or "--multirun" in argv
+    return ConfigError(diagnose(_split(argv)[0], error, [conf_dir(), *_config_dirs(argv)], sweep))
 
 
 def _ends_all(end: SystemExit) -> bool:
