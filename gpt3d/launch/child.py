@@ -51,8 +51,8 @@ def main(task: Task, report: Connection, stacks: Connection) -> None:
     except Exception as error:
         outcome = from_error(error)
         message = pickle.dumps(outcome)
-    if task.log is not None and outcome.traceback:
-        print(outcome.traceback, file=sys.stderr)
+    if task.log is not None and not outcome.ok:
+        print(f"{outcome.summary}\n{outcome.traceback}".rstrip(), file=sys.stderr)
     with contextlib.suppress(OSError):
         report.send_bytes(message)
         if outcome.ok:

@@ -66,13 +66,12 @@ def _from_exit(stop: SystemExit) -> Outcome:
 def from_error(error: BaseException) -> Outcome:
     """The outcome of an exception. `show_traceback = False` on its class (a user's mistake): its text alone."""
     name = type(error).__name__
-    text = str(error)
+    first_line, _, text = str(error).partition("\n")
     if getattr(error, "show_traceback", True):
         start = error.__traceback__
         while start is not None and start.tb_next and Path(start.tb_frame.f_code.co_filename).parent == HERE:
             start = start.tb_next  # the launcher's own frames tell nobody anything
         text = "".join(traceback.format_exception(type(error), error, start)).rstrip()
-    first_line = (str(error).splitlines() or [""])[0]
     return Outcome(
         ok=False,
         summary=f"failed with {name}: {first_line}" if first_line else f"failed with {name}",

@@ -38,7 +38,7 @@ def act_on(rank: int, action: str, pid_file: Path | None = None) -> None:
         if action == "raise":
             raise ValueError("boom")
         if action == "mistake":
-            raise UserMistake("data.seq_len=0: use a positive length")
+            raise UserMistake("two mistakes:\ndata.seq_len=0: use a positive length")
         if action == "exit":
             os._exit(9)
         os.kill(os.getpid(), int(action))

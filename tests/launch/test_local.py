@@ -47,7 +47,9 @@ def test_the_failing_rank_is_shown_once(world):
 def test_a_users_mistake_is_one_message(world):
     with pytest.raises(RankFailed) as failure:
         world(bodies.act_on, 0, "mistake")
-    assert "use a positive length" in str(failure.value) and "Traceback" not in str(failure.value)
+    said = str(failure.value).splitlines()
+    assert said[:2] == ["rank 0 failed with UserMistake: two mistakes:", "data.seq_len=0: use a positive length"]
+    assert "Traceback" not in str(failure.value) and str(failure.value).count("two mistakes") == 1
 
 
 @pytest.mark.parametrize(
