@@ -105,13 +105,15 @@ def _refusal(error: Exception, argv: list[str]) -> ConfigError:
     """What Hydra refused before any job began, in our words; raises `error` if it is no user's mistake."""
     if isinstance(error, ConfigError):
         return error
-    if not isinstance(error, (*REFUSALS, OSError)) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
         raise error
+    if isinstance(error, REFUSALS):  # some of which are OSErrors
+        sweep = "-m" in argv or "--multirun" in argv
+        return ConfigError(diagnose(_split(argv)[0], error, [conf_dir(), *_config_dirs(argv)], sweep))
     if isinstance(error, OSError):
         why = f"the run folder can't be made: {error.strerror}"
         return ConfigError([Problem("hydra.run.dir", error.filename, why)])
-    sweep = "-m" in argv or "--multirun" in argv
-    return ConfigError(diagnose(_split(argv)[0], error, [conf_dir(), *_config_dirs(argv)], sweep))
+    raise error
 
 
 def _ends_all(end: SystemExit) -> bool:
