@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from gpt3d.config.arithmetic import World
 from gpt3d.config.cli import run_cli
+from gpt3d.config.ending import end_with_reader
 from gpt3d.config.problems import ConfigError
 from gpt3d.config.rules import check, memory
 from gpt3d.config.schema import RunConfig
@@ -108,5 +108,5 @@ def _finish(config: RunConfig, text: str, data: dict[str, Any], good: bool) -> N
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends it without a word, as it ends any filter
+    end_with_reader()
     main()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
+from gpt3d.config.ending import end_with_reader
 from gpt3d.reporting.read import ReportError
 from gpt3d.reporting.write import write_report
 
@@ -37,5 +37,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends it without a word, as it ends any filter
+    end_with_reader()
     main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import numpy as np
 from gpt3d.checkpoint import folder, settings
 from gpt3d.checkpoint.blocks import CorruptCheckpoint
 from gpt3d.checkpoint.reader import SavedTensors
+from gpt3d.config.ending import end_with_reader
 from gpt3d.config.problems import ConfigError, show
 
 SHOWN = 20  # lines of a long list
@@ -97,5 +97,5 @@ def diff(a: Path, b: Path) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends it without a word, as it ends any filter
+    end_with_reader()
     sys.exit(main())

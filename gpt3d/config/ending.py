@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -31,3 +32,8 @@ def exit_code(body: Callable[[], object], answered: tuple[type[Exception], ...])
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def end_with_reader() -> None:
+    """`... | head` ends this process without a word, as it ends any filter: for commands that only print."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)

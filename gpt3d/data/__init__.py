@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from gpt3d.data.errors import DataError
 
 if TYPE_CHECKING:
-    from gpt3d.data.build import Data, build_data, fingerprint_changes, open_tokenizer, prepare
+    from gpt3d.data.build import Data, build_data, open_tokenizer, prepare
     from gpt3d.data.dataset import Dataset, SyntheticDataset, TokenDataset, ValidationSet
     from gpt3d.data.loader import IGNORE, Batches, MicroBatch, validation_batches
     from gpt3d.data.tokenizer import Tokenizer, load_tokenizer
 
 _HOME = {
-    "build": ("Data", "build_data", "fingerprint_changes", "open_tokenizer", "prepare"),
+    "build": ("Data", "build_data", "open_tokenizer", "prepare"),
     "dataset": ("Dataset", "SyntheticDataset", "TokenDataset", "ValidationSet"),
     "loader": ("IGNORE", "Batches", "MicroBatch", "validation_batches"),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
@@ -32,7 +32,6 @@ __all__ = [
     "Tokenizer",
     "ValidationSet",
     "build_data",
-    "fingerprint_changes",
     "load_tokenizer",
     "open_tokenizer",
     "prepare",

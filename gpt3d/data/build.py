@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,12 +68,6 @@ def build_data(config: RunConfig, dp_rank: int = 0, dp_size: int = 1) -> Data:
     if config.data.source == "hf" and config.data.hf.streaming:
         return _streaming(config, tokenizer, dp_rank, dp_size)
     return _prepared(config, tokenizer)
-
-
-def fingerprint_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What differs between the fingerprint a run was saved with and the present one, a line each."""
-    keys = [*saved, *(key for key in now if key not in saved)]
-    return [f"{key} was {saved.get(key)}, is now {now.get(key)}" for key in keys if saved.get(key) != now.get(key)]
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 
 from gpt3d.config.arithmetic import World, resolve_dp
+from gpt3d.config.ending import end_with_reader
 from gpt3d.config.problems import ConfigError
 from gpt3d.config.rules import check, memory
 from gpt3d.config.schema import RunConfig
@@ -27,7 +27,7 @@ def print_dry_run(config: RunConfig) -> None:
     dp = resolve_dp(config, World())
     run = dry_run(config, dp, fullest_rank(config, dp) if config.rank is None else config.rank)
     failure = write_json(config, dry_run_data(config, run))
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends it without a word, as it ends any filter
+    end_with_reader()
     print(dry_run_text(config, run))
     if failure is not None:
         sys.exit(failure)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 
+from gpt3d.config.ending import end_with_reader
 from gpt3d.sweep.end import finish
 from gpt3d.sweep.jobs import JOBS
 
@@ -21,5 +21,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends it without a word, as it ends any filter
+    end_with_reader()
     main()
